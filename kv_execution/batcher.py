@@ -1,0 +1,134 @@
+"""Continuous batching: submit at any time, step, and take the tokens as they come.
+
+One step stays on the device while the host plans the next, so `step` returns the tokens of the step before the one it starts. A
+request that ends on a stop token is therefore known to have ended one step late; what that step computed for it is dropped.
+"""
+
+import itertools
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.errors import JaxkvError
+from kv_common.model_spec import ModelSpec
+from kv_control.page_allocator import OutOfPagesError
+from kv_execution.requests import Request, TokenOutput
+from kv_execution.runtime import DispatchedStep, PagedRuntime
+from kv_execution.sampling_params import SamplingParams
+
+
+class PromptError(JaxkvError):
+    """A prompt that is empty or names tokens that the model does not have."""
+
+
+def checked_prompt(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> NDArray[np.int32]:
+    """`token_ids` as int32 [tokens]. Raises PromptError where it is empty, not whole numbers, or outside the vocabulary."""
+    prompt = np.asarray(token_ids)
+    if prompt.size == 0:
+        raise PromptError("the prompt is empty; give at least one token")
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise PromptError(f"a prompt is a flat list of whole numbers; got {prompt.dtype} of shape {prompt.shape}")
+    outside = (prompt < 0) | (prompt >= vocab_size)
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise PromptError(f"token id {prompt[at]} at position {at} is outside the vocabulary of {vocab_size} tokens")
+    return prompt.astype(np.int32)
+
+
+class Batcher:
+    """The queue of an engine; one per engine, on the engine's own runtime."""
+
+    def __init__(self, runtime: PagedRuntime, spec: ModelSpec, request_ids: itertools.count) -> None:
+        self._runtime = runtime
+        self._spec = spec
+        self._request_ids = request_ids
+        self._unfinished: set[int] = set()
+        self._in_flight: DispatchedStep | None = None
+        self._undelivered: list[TokenOutput] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs, or has a token that `step` has not returned yet."""
+        return bool(self._unfinished or self._undelivered)
+
+    def submit(
+        self, token_ids: Sequence[int] | NDArray[np.integer], params: SamplingParams | None = None, *, priority: int = 0
+    ) -> int:
+        """Queue a request and return its id; a higher `priority` goes first.
+
+        Raises PromptError, SamplingParamsError for ids outside the vocabulary, and RequestTooLargeError; nothing is queued then.
+        """
+        request = self._new_request(checked_prompt(token_ids, self._spec.vocab_size), params or SamplingParams(), priority)
+        self._unfinished.add(request.request_id)
+        return request.request_id
+
+    def step(self) -> list[TokenOutput]:
+        """Start the next step and return the tokens of the one before it, which may be none.
+
+        Raises OutOfPagesError where requests wait for pages that only `release` of held handles can free.
+        """
+        outputs = self._undelivered + self._advance()
+        self._undelivered = []
+        return outputs
+
+    def run_to_end(self, request_ids: Sequence[int]) -> None:
+        """Step until all of these have ended; tokens of other requests are kept for the next `step`."""
+        awaited = set(request_ids)
+        while not awaited.isdisjoint(self._unfinished):
+            self._undelivered += [output for output in self._advance() if output.request_id not in awaited]
+
+    def _advance(self) -> list[TokenOutput]:
+        previous = self._in_flight
+        plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
+        self._in_flight = None if plan is None else self._runtime.dispatch(plan)
+        if previous is None:
+            if plan is None and self._unfinished:
+                raise OutOfPagesError(1, self._runtime.scheduler.allocator.free_pages)
+            return []
+        outputs = self._runtime.collect(previous)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output.request_id)
+        return outputs
+
+    def abort(self, request_id: int) -> bool:
+        """End a request in any state and free what it holds; False where it has ended already."""
+        if request_id not in self._unfinished:
+            return False
+        self._end(request_id)
+        return True
+
+    def _new_request(self, prompt: NDArray[np.int32], params: SamplingParams, priority: int) -> Request:
+        params.check_vocabulary(self._spec.vocab_size)
+        request_id = next(self._request_ids)
+        queued = self._runtime.scheduler.submit(
+            request_id, prompt, max_new_tokens=params.max_tokens, priority=priority
+        )
+        request = make_request(request_id, len(prompt), queued.max_tokens_total, params, self._spec)
+        self._runtime.requests[request_id] = request
+        return request
+
+    def _end(self, request_id: int) -> None:
+        self._unfinished.discard(request_id)
+        self._runtime.scheduler.finish(request_id)
+        del self._runtime.requests[request_id]
+        if not self._unfinished:
+            # Nothing on the device can matter any more, and a step that nobody waits for must not outlive its requests.
+            self._in_flight = None
+
+
+def make_request(
+    request_id: int, prompt_len: int, max_tokens_total: int, params: SamplingParams, spec: ModelSpec
+) -> Request:
+    """A request with its seed drawn, where none was given, and its stop tokens settled."""
+    eos = () if params.ignore_eos else spec.eos_token_ids
+    return Request(
+        request_id=request_id,
+        prompt_len=prompt_len,
+        max_tokens_total=max_tokens_total,
+        params=params,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+    )

@@ -1,0 +1,52 @@
+"""How an engine is set up: checked once here, then handed down in parts."""
+
+from dataclasses import dataclass
+
+from kv_common.errors import JaxkvError
+
+
+class EngineConfigError(JaxkvError):
+    """A setting that is out of range or contradicts another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The settings of a `PagedEngine`.
+
+    Attributes:
+        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included.
+        tokens_per_page: tokens in a page.
+        max_requests: requests that run at once; more wait.
+        max_step_tokens: the token budget of one step, which also bounds a prefill chunk.
+        max_context: longest prompt plus answer in tokens; None for the model's own limit.
+        kv_dtype: dtype of the pools; None for the model's compute dtype.
+        provider: kernel provider by name, or `auto`.
+        unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy a layer's
+            weights out of their stack.
+        debug: check every invariant after every step, and fill freed pages with NaN so that any read of one is loud.
+    """
+
+    kv_pool_bytes: int = 512 << 20
+    tokens_per_page: int = 16
+    max_requests: int = 32
+    max_step_tokens: int = 256
+    max_context: int | None = None
+    kv_dtype: str | None = None
+    provider: str = "auto"
+    unroll_layers: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("kv_pool_bytes", "tokens_per_page", "max_requests", "max_step_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise EngineConfigError(f"{name} is {value!r}; give a whole number of at least 1")
+        if self.max_context is not None and self.max_context < 2:
+            raise EngineConfigError(
+                f"max_context is {self.max_context}; give at least 2, a token of prompt and one of answer"
+            )
+        if self.max_step_tokens < self.max_requests:
+            raise EngineConfigError(
+                f"max_step_tokens {self.max_step_tokens} is below max_requests {self.max_requests}, so a step could not give "
+                f"every running request a token; raise the first or lower the second"
+            )

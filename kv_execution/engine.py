@@ -1,0 +1,297 @@
+"""The engine: what a user holds. It plans memory and shapes, owns the runtime, and offers two ways of running requests.
+
+By hand, with handles: `prefill_paged`, `generate_paged`, `release`; pages stay with a handle until it is released. Or in
+bulk: `batcher` for continuous batching, `generate` for a list. Both share one runtime, so they may be mixed.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.errors import JaxkvError
+from kv_common.layout import KvStorageLayoutV1, layout_for_budget
+from kv_common.model_spec import ModelSpec
+from kv_control.buckets import ShapeBuckets, StepShape
+from kv_control.request_map import RequestHandle
+from kv_execution.batcher import Batcher, checked_prompt, make_request
+from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.protocols import CausalModel
+from kv_execution.requests import FinishReason, GenerationResult, TokenLogprob, TokenOutput
+from kv_execution.runtime import PagedRuntime
+from kv_execution.sampling_params import SamplingParams
+from kv_execution.step import build_step_programs
+from kv_kernels.provider import KernelNeeds
+from kv_kernels.selection import choose_provider
+
+logger = logging.getLogger(__name__)
+
+
+class NotInitializedError(JaxkvError):
+    """The runtime is used before `init_paged_runtime`."""
+
+
+class EnginePlan(NamedTuple):
+    """What an engine will allocate and compile, known before it does either."""
+
+    spec: ModelSpec
+    layout: KvStorageLayoutV1
+    max_context: int
+    shapes: tuple[StepShape, ...]
+    platform: str
+    provider: str
+    provider_reason: str
+
+
+class EngineStats(NamedTuple):
+    """Counts since the runtime was initialised; `traces` counts the programs traced since the engine was made."""
+
+    pages_in_use: int
+    peak_pages_in_use: int
+    free_pages: int
+    running: int
+    waiting: int
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    preemptions: int
+    traces: int
+    shapes_used: int
+
+
+class PrefillResult(NamedTuple):
+    """A held request and its first token; `cached_tokens` is how much of the prompt was not computed."""
+
+    handle: RequestHandle
+    token: int
+    logprob: float
+    top_logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    cached_tokens: int
+
+
+class PagedEngine:
+    """A model on a paged K/V cache. Not thread-safe: one thread drives an engine."""
+
+    def __init__(self, model: CausalModel, config: EngineConfig | None = None) -> None:
+        """Plan for `model`; nothing is allocated yet. Raises EngineConfigError, LayoutError or ProviderError."""
+        self.model = model
+        self.config = config = config or EngineConfig()
+        spec = model.spec
+        if config.max_context is not None and config.max_context > spec.max_context:
+            raise EngineConfigError(
+                f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} was made for; lower it"
+            )
+        self._layout = layout_for_budget(
+            pool_bytes=config.kv_pool_bytes,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            tokens_per_page=config.tokens_per_page,
+            dtype=config.kv_dtype or spec.dtype,
+        )
+        self._buckets = ShapeBuckets(config.max_requests, config.max_step_tokens, config.max_context or spec.max_context)
+        needs = KernelNeeds(
+            platform=jax.default_backend(),
+            kv_dtype=self._layout.dtype,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            tokens_per_page=config.tokens_per_page,
+            window=spec.attention_window,
+            soft_cap=spec.attention_soft_cap,
+        )
+        self._provider = choose_provider(needs, config.provider)
+        self._platform = needs.platform
+        self._traces = 0
+        self._programs = build_step_programs(
+            model,
+            self._provider.provider,
+            self._layout,
+            unroll_layers=config.unroll_layers,
+            on_trace=self._count_trace,
+        )
+        self._runtime: PagedRuntime | None = None
+        self._batcher: Batcher | None = None
+        self._request_ids = itertools.count()
+        self._held: dict[int, RequestHandle] = {}
+
+    def describe(self) -> EnginePlan:
+        """What the engine allocates and compiles."""
+        return EnginePlan(
+            spec=self.model.spec,
+            layout=self._layout,
+            max_context=self._buckets.max_context,
+            shapes=self._buckets.reachable(),
+            platform=self._platform,
+            provider=self._provider.provider.name,
+            provider_reason=self._provider.reason,
+        )
+
+    def init_paged_runtime(self) -> EnginePlan:
+        """Allocate pools, page map and device state, and say what was allocated. A second call starts afresh, with what is compiled kept."""
+        layout = self._layout
+        self._runtime = PagedRuntime(
+            self.model.params,
+            self._provider.provider,
+            self._programs,
+            layout,
+            self._buckets,
+            debug=self.config.debug,
+        )
+        self._batcher = Batcher(self._runtime, self.model.spec, self._request_ids)
+        self._held = {}
+        logger.info(
+            "paged runtime: %d pages of %d tokens (%d tokens, %.1f MiB of %s), %s kernels",
+            layout.usable_pages,
+            layout.tokens_per_page,
+            layout.usable_tokens,
+            layout.total_pool_bytes / 2**20,
+            layout.dtype,
+            self._provider.provider.name,
+        )
+        return self.describe()
+
+    def warmup_paged(self, progress: Callable[[int, StepShape], None] | None = None) -> tuple[StepShape, ...]:
+        """Compile every shape that a step can have; `progress(done, shape)` is called before each. Returns the shapes."""
+        shapes = self._buckets.reachable()
+        self._require_runtime().warm_up(shapes, progress)
+        return shapes
+
+    def prefill_paged(
+        self, token_ids: Sequence[int] | NDArray[np.integer], params: SamplingParams | None = None
+    ) -> PrefillResult:
+        """Compute a prompt's K/V and its first token; other requests stand still meanwhile.
+
+        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is held then.
+        """
+        runtime, params = self._require_runtime(), params or SamplingParams()
+        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
+        params.check_vocabulary(self.model.spec.vocab_size)
+        request_id = next(self._request_ids)
+        handle = runtime.scheduler.hold(request_id, prompt, max_new_tokens=params.max_tokens)
+        total = int(runtime.scheduler.running.max_tokens_total[handle.row])
+        request = make_request(request_id, len(prompt), total, params, self.model.spec)
+        runtime.requests[request_id] = request
+        runtime.assign(handle.row, request)
+        self._held[request_id] = handle
+        outputs: list[TokenOutput] = []
+        while not outputs:
+            outputs = self._run_held([handle])
+        first = outputs[0]
+        return PrefillResult(handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, cached_tokens=0)
+
+    def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
+        """One more token for every held request that has not finished.
+
+        Raises OutOfPagesError, with nothing changed, where their next tokens do not all fit: release a handle then.
+        """
+        runtime = self._require_runtime()
+        going = [
+            handle
+            for request_id, handle in self._held.items()
+            if runtime.requests[request_id].outputs[-1].finish_reason is None
+        ]
+        if not going:
+            return {}
+        return {self._held[output.request_id]: output for output in self._run_held(going)}
+
+    def release(self, handle: RequestHandle) -> None:
+        """Free a held request's row and pages. Raises StaleHandleError where it was released before."""
+        runtime = self._require_runtime()
+        runtime.scheduler.request_map.row_of(handle)
+        runtime.scheduler.finish(handle.request_id)
+        del self._held[handle.request_id], runtime.requests[handle.request_id]
+
+    def batcher(self) -> Batcher:
+        """The engine's queue for continuous batching."""
+        self._require_runtime()
+        assert self._batcher is not None
+        return self._batcher
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | NDArray[np.integer]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationResult]:
+        """Run every prompt to its end; results are in the order of the prompts.
+
+        `params` is one for all, or one per prompt. Raises what `Batcher.submit` raises, before anything has run.
+        """
+        batcher, runtime = self.batcher(), self._require_runtime()
+        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise EngineConfigError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or one each")
+        submitted: list[int] = []
+        try:
+            for prompt, prompt_params in zip(prompts, each, strict=True):
+                submitted.append(batcher.submit(prompt, prompt_params))
+            outputs = [runtime.requests[request_id].outputs for request_id in submitted]
+            batcher.run_to_end(submitted)
+        finally:
+            for request_id in submitted:
+                batcher.abort(request_id)
+        return [_result(tokens) for tokens in outputs]
+
+    def score(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Log-probabilities [tokens, vocab] of what follows each token, through the paged path; compiles its own programs.
+
+        Raises what `prefill_paged` raises.
+        """
+        runtime = self._require_runtime()
+        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
+        handle = runtime.scheduler.hold(next(self._request_ids), prompt, max_new_tokens=1)
+        try:
+            parts = []
+            rows = np.array([handle.row])
+            while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
+                parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
+            return np.concatenate(parts)
+        finally:
+            runtime.scheduler.finish(handle.request_id)
+
+    def stats(self) -> EngineStats:
+        """Counts of the running engine."""
+        runtime = self._require_runtime()
+        scheduler, counters = runtime.scheduler, runtime.counters
+        return EngineStats(
+            pages_in_use=scheduler.allocator.live_pages,
+            peak_pages_in_use=counters.peak_pages_in_use,
+            free_pages=scheduler.allocator.free_pages,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            steps=counters.steps,
+            prefill_tokens=counters.prefill_tokens,
+            decode_tokens=counters.decode_tokens,
+            preemptions=counters.preemptions,
+            traces=self._traces,
+            shapes_used=len(counters.shapes),
+        )
+
+    def _run_held(self, handles: list[RequestHandle]) -> list[TokenOutput]:
+        runtime = self._require_runtime()
+        plan = runtime.scheduler.schedule_held(np.array([handle.row for handle in handles]))
+        return runtime.collect(runtime.dispatch(plan))
+
+    def _count_trace(self) -> None:
+        self._traces += 1
+
+    def _require_runtime(self) -> PagedRuntime:
+        if self._runtime is None:
+            raise NotInitializedError("the engine has no runtime yet; call init_paged_runtime() first")
+        return self._runtime
+
+
+def _result(outputs: list[TokenOutput]) -> GenerationResult:
+    reason = outputs[-1].finish_reason
+    assert reason is not None
+    return GenerationResult(
+        tokens=tuple(output.token for output in outputs),
+        logprobs=tuple(output.logprob for output in outputs),
+        top_logprobs=tuple(output.top_logprobs for output in outputs),
+        finish_reason=reason,
+    )

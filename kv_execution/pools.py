@@ -1,0 +1,41 @@
+"""The K/V page pools on the device, and the poisoning of freed pages in debug mode.
+
+Two arrays, flat over layers, made under one jit so that they are never built on the host. Whoever calls a function that donates
+them rebinds them in the same statement; nobody keeps a second reference.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.layout import KvStorageLayoutV1
+from kv_kernels.provider import PoolPair
+
+POISON_BATCH = 64
+"""Pages poisoned by one call, so that one compiled program serves any number of them."""
+
+
+def allocate_pools(layout: KvStorageLayoutV1) -> PoolPair:
+    """Zeroed pools of `layout.pool_shape_per_shard`."""
+    shape, dtype = layout.pool_shape_per_shard, jnp.dtype(layout.dtype)
+    return jax.jit(lambda: PoolPair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))()
+
+
+def poison_pages(pools: PoolPair, pages: NDArray[np.int32], layout: KvStorageLayoutV1) -> PoolPair:
+    """Fill `pages` [n] with NaN in every layer, so that a read of a freed page shows in the output."""
+    for start in range(0, len(pages), POISON_BATCH):
+        batch = np.full(POISON_BATCH, -1, np.int32)
+        chunk = pages[start : start + POISON_BATCH]
+        batch[: len(chunk)] = chunk
+        pools = _poison(pools, batch, layout.num_layers, layout.num_pages)
+    return pools
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
+def _poison(pools: PoolPair, pages: jax.Array, num_layers: int, num_pages: int) -> PoolPair:
+    rows = jnp.arange(num_layers)[:, None] * num_pages + pages
+    rows = jnp.where(pages < 0, num_layers * num_pages, rows).reshape(-1)
+    return PoolPair(*(pool.at[rows].set(jnp.nan, mode="drop") for pool in pools))

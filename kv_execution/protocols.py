@@ -1,0 +1,31 @@
+"""What the engine asks of a model: sizes, parameters, and one pure function. Any object with these attributes will do."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from kv_common.model_spec import ModelSpec
+from kv_kernels.step_view import StepView
+
+
+class ModelOutput(NamedTuple):
+    """logits [rows, vocab] f32 of the tokens asked for, and the view with the pools after the step."""
+
+    logits: jax.Array
+    step: StepView
+
+
+class CausalModel(Protocol):
+    """A decoder whose K/V lives in the pools of the view it is given."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Sizes of the model."""
+
+    @property
+    def params(self) -> Any:
+        """A pytree of device arrays."""
+
+    @property
+    def forward(self) -> Any:
+        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits, step)`: pure, and traced under jit."""

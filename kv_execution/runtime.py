@@ -1,0 +1,206 @@
+"""The device side of a running engine: state, programs, and the dispatch and collection of single steps.
+
+The runtime turns a step that the scheduler planned into padded arrays, runs the program of its shape, and brings the sampled tokens
+back. Dispatch and collection are apart so that the host can plan the next step while the device works on this one. The
+state is donated and rebound in one statement.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.layout import KvStorageLayoutV1
+from kv_common.page_table import KvPageTableV1
+from kv_control.buckets import ShapeBuckets, StepShape, page_entries, scrub_entries
+from kv_control.scheduler import Scheduler, StepPlan
+from kv_execution.pools import allocate_pools, poison_pages
+from kv_execution.requests import Request, TokenLogprob, TokenOutput
+from kv_execution.sampling import Sampled, SamplingInputs, empty_sampler_state, set_bias
+from kv_execution.sampling_table import SamplingTable
+from kv_execution.step import DeviceState, ForwardInputs, StepPrograms
+from kv_kernels.provider import KernelProvider, PlanShape
+
+
+class DispatchedStep(NamedTuple):
+    """A step on its way: the plan, and arrays that the device is filling."""
+
+    plan: StepPlan
+    sampled: Sampled
+
+
+class RuntimeCounters:
+    """What a runtime has done since it began."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.preemptions = 0
+        self.peak_pages_in_use = 0
+        self.shapes: set[StepShape] = set()
+
+
+class PagedRuntime:
+    """Owns the device state, the scheduler, and the requests that have not finished."""
+
+    def __init__(
+        self,
+        params: Any,
+        provider: KernelProvider,
+        programs: StepPrograms,
+        layout: KvStorageLayoutV1,
+        buckets: ShapeBuckets,
+        *,
+        debug: bool,
+    ) -> None:
+        self.layout = layout
+        self.buckets = buckets
+        self.scheduler = Scheduler(
+            layout,
+            max_requests=buckets.max_rows,
+            max_step_tokens=buckets.max_tokens,
+            max_context=buckets.max_context,
+        )
+        self.requests: dict[int, Request] = {}
+        self.counters = RuntimeCounters()
+        self._params = params
+        self._provider = provider
+        self._programs = programs
+        self._debug = debug
+        self._table = SamplingTable(buckets.max_rows)
+        self.state = DeviceState(
+            pools=allocate_pools(layout), sampler=empty_sampler_state(buckets.max_rows, buckets.max_context)
+        )
+
+    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, StepShape], None] | None = None) -> None:
+        """Compile and run the step of every shape on padding alone, which changes nothing but the padding page."""
+        for done, shape in enumerate(shapes):
+            if progress is not None:
+                progress(done, shape)
+            jax.block_until_ready(self._run(None, shape))
+        self.state = self.state._replace(sampler=set_bias(self.state.sampler, 0, (), ()))
+        if self._debug:
+            self._poison(np.zeros(1, np.int32))
+
+    def assign(self, row: int, request: Request) -> None:
+        """`request` has been given `row`: take over its sampling parameters."""
+        self._table.assign(row, request)
+        if bias := request.params.logit_bias:
+            sampler = set_bias(self.state.sampler, row, list(bias.keys()), list(bias.values()))
+            self.state = self.state._replace(sampler=sampler)
+
+    def dispatch(self, plan: StepPlan) -> DispatchedStep:
+        """Start a step on the device; returns at once where the backend runs asynchronously."""
+        for row in plan.admitted:
+            self.assign(row, self.requests[int(self.scheduler.running.request_id[row])])
+        shape = self._shape_of(plan)
+        self._prepare(plan)
+        sampled = self._run(plan, shape)
+        self._count(plan, shape)
+        return DispatchedStep(plan, sampled)
+
+    def collect(self, step: DispatchedStep) -> list[TokenOutput]:
+        """Wait for a step's tokens and hand them to their requests, in the order of the step's rows."""
+        sampled = Sampled(*(np.asarray(array) for array in step.sampled))
+        gained = np.flatnonzero(self.scheduler.retire(step.plan, sampled.token[: len(step.plan.rows)]))
+        return [self._accept(int(step.plan.request_ids[index]), sampled, index) for index in gained.tolist()]
+
+    def score(self, plan: StepPlan) -> NDArray[np.float32]:
+        """Run a step of one held request and return the log-probabilities [tokens, vocab] that follow each of its tokens."""
+        shape = self._shape_of(plan)
+        self._prepare(plan)
+        inputs = self._inputs(plan, shape)
+        self.state, logprobs = self._programs.score(self._params, self.state, inputs)
+        return np.asarray(logprobs)[: plan.table.tokens]
+
+    def _run(self, plan: StepPlan | None, shape: StepShape) -> Sampled:
+        self.state, logits = self._programs.forward(self._params, self.state, self._inputs(plan, shape))
+        sampling = self._sampling_inputs(plan, shape)
+        sampler, sampled = self._programs.sample(logits, self.state.sampler, sampling)
+        self.state = self.state._replace(sampler=sampler)
+        return sampled
+
+    def _accept(self, request_id: int, sampled: Sampled, index: int) -> TokenOutput:
+        request = self.requests[request_id]
+        top = tuple(
+            TokenLogprob(int(token), float(logprob))
+            for token, logprob in zip(
+                sampled.top_ids[index, : request.params.top_logprobs],
+                sampled.top_logprobs[index, : request.params.top_logprobs],
+                strict=True,
+            )
+            if token >= 0
+        )
+        return request.accept(int(sampled.token[index]), float(sampled.logprob[index]), top)
+
+    def _shape_of(self, plan: StepPlan) -> StepShape:
+        return self.buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max()))
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Debug mode: prove the bookkeeping, and make every page that nobody holds loud."""
+        if not self._debug:
+            return
+        plan.table.validate(self.layout.num_pages)
+        self.scheduler.check_invariants()
+        allocator = self.scheduler.allocator
+        freed = np.flatnonzero(allocator.dirty & (allocator.reference_count == 0))
+        # Pages that this step clears are poisoned too: a step that forgot to clear one would then show it.
+        self._poison(np.concatenate([freed.astype(np.int32), plan.scrub_pages]))
+
+    def _poison(self, pages: NDArray[np.int32]) -> None:
+        self.state = self.state._replace(pools=poison_pages(self.state.pools, pages, self.layout))
+
+    def _inputs(self, plan: StepPlan | None, shape: StepShape) -> ForwardInputs:
+        """The arrays of a step padded to `shape`; of padding alone where there is no plan."""
+        tokens_per_page = self.layout.tokens_per_page
+        token_ids = np.zeros(shape.tokens, np.int32)
+        token_rows = np.full(shape.tokens, self.buckets.max_rows, np.int32)
+        positions = np.zeros(shape.tokens, np.int32)
+        slots = np.arange(shape.tokens, dtype=np.int32) % tokens_per_page
+        scrub_pages = np.full(scrub_entries(shape, tokens_per_page), -1, np.int32)
+        logit_rows = np.zeros(shape.rows, np.int32)
+        table = _empty_table(tokens_per_page)
+        if plan is not None:
+            table = plan.table
+            token_ids[: table.tokens] = plan.token_ids
+            token_rows[: table.tokens] = plan.token_rows
+            positions[: table.tokens] = table.positions
+            slots[: table.tokens] = table.write_slots
+            scrub_pages[: len(plan.scrub_pages)] = plan.scrub_pages
+            logit_rows[: table.rows] = table.query_start[1:] - 1
+        plan_shape = PlanShape(shape.tokens, shape.rows, page_entries(shape, tokens_per_page))
+        return ForwardInputs(
+            token_ids=token_ids,
+            token_rows=token_rows,
+            positions=positions,
+            slots=slots,
+            scrub_pages=scrub_pages,
+            logit_rows=logit_rows,
+            plan=self._provider.plan(table, plan_shape),
+        )
+
+    def _sampling_inputs(self, plan: StepPlan | None, shape: StepShape) -> SamplingInputs:
+        if plan is None:
+            none = np.zeros(0, np.int64)
+            return self._table.inputs(none, none, none.astype(np.bool_), shape.rows)
+        return self._table.inputs(plan.rows, plan.positions, plan.samples, shape.rows)
+
+    def _count(self, plan: StepPlan, shape: StepShape) -> None:
+        counters = self.counters
+        counters.steps += 1
+        query_len = np.diff(plan.table.query_start)
+        decodes = int((query_len == 1).sum())
+        counters.decode_tokens += decodes
+        counters.prefill_tokens += plan.table.tokens - decodes
+        counters.preemptions += len(plan.preempted)
+        counters.shapes.add(shape)
+        counters.peak_pages_in_use = max(counters.peak_pages_in_use, self.scheduler.allocator.live_pages)
+
+
+def _empty_table(tokens_per_page: int) -> KvPageTableV1:
+    """A step of no rows, for warm-up."""
+    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    return KvPageTableV1(none, none, start, start, none, none, none, tokens_per_page)

@@ -1,0 +1,114 @@
+"""The jitted programs of a step: the network over the pools, then sampling, all on the device.
+
+The state (pools, token histories, logit biases) is taken by donation and returned. Token ids come from the host for prompts and from
+the history for tokens that an earlier step sampled, so that a step can be dispatched before the tokens of the last one have
+reached the host. Sampling is a program of its own, since it depends on the number of rows only: compiled into every shape of the
+network it would take half of the warm-up.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kv_common.layout import KvStorageLayoutV1
+from kv_execution.protocols import CausalModel
+from kv_execution.sampling import Sampled, SamplerState, SamplingInputs, record_tokens, sample
+from kv_kernels.provider import KernelProvider, PoolPair
+from kv_kernels.step_view import StepView
+
+
+class DeviceState(NamedTuple):
+    """What lives on the device between steps; every step donates it."""
+
+    pools: PoolPair
+    sampler: SamplerState
+
+
+class ForwardInputs(NamedTuple):
+    """One step's arrays, padded to its shape; int32.
+
+    token_ids, token_rows, positions, slots: [tokens]; token_ids is -1 where the history has the id, token_rows is past the last
+    request for padding. scrub_pages [entries], -1 for none. logit_rows [rows]: the last token of each row. plan: the provider's.
+    """
+
+    token_ids: Any
+    token_rows: Any
+    positions: Any
+    slots: Any
+    scrub_pages: Any
+    logit_rows: Any
+    plan: Any
+
+
+class ForwardResult(NamedTuple):
+    """The state after the step, and logits [rows, vocab] f32, or log-probabilities [tokens, vocab] f32 from `score`."""
+
+    state: DeviceState
+    logits: jax.Array
+
+
+class SampleResult(NamedTuple):
+    """The state with the sampled tokens in the histories, and those tokens."""
+
+    state: SamplerState
+    sampled: Sampled
+
+
+class StepPrograms(NamedTuple):
+    """Jitted: `forward` and `score` of (params, state, inputs), `sample` of (logits, sampler state, inputs). States are donated."""
+
+    forward: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
+    score: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
+    sample: Callable[[jax.Array, SamplerState, SamplingInputs], SampleResult]
+
+
+def build_step_programs(
+    model: CausalModel,
+    provider: KernelProvider,
+    layout: KvStorageLayoutV1,
+    *,
+    unroll_layers: bool,
+    on_trace: Callable[[], None],
+) -> StepPrograms:
+    """The programs of a model; `on_trace` is called whenever one is traced for a new shape."""
+
+    def run(params: Any, state: DeviceState, inputs: ForwardInputs, logit_rows: jax.Array) -> ForwardResult:
+        on_trace()
+        from_host = inputs.token_ids >= 0
+        write_rows = jnp.where(from_host, inputs.token_rows, -1)
+        sampler = record_tokens(state.sampler, write_rows, inputs.positions, inputs.token_ids)
+        sampled_before = sampler.history.at[inputs.token_rows, inputs.positions].get(mode="clip")
+        view = StepView(
+            positions=inputs.positions,
+            pools=state.pools,
+            slots=inputs.slots,
+            scrub_pages=inputs.scrub_pages,
+            plan=inputs.plan,
+            provider=provider,
+            num_pages=layout.num_pages,
+            unroll=unroll_layers,
+        )
+        token_ids = jnp.where(from_host, inputs.token_ids, sampled_before)
+        logits, view = model.forward(params, token_ids, view, logit_rows)
+        return ForwardResult(DeviceState(view.pools, sampler), logits)
+
+    def forward(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
+        return run(params, state, inputs, inputs.logit_rows)
+
+    def score(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
+        result = run(params, state, inputs, jnp.arange(inputs.token_ids.shape[0]))
+        return result._replace(logits=jax.nn.log_softmax(result.logits, axis=-1))
+
+    def sample_rows(logits: jax.Array, state: SamplerState, inputs: SamplingInputs) -> SampleResult:
+        on_trace()
+        sampled = sample(logits, inputs, state)
+        # Rows that do not sample in this step carry a history row outside the table, which drops the write.
+        return SampleResult(record_tokens(state, inputs.history_row, inputs.position, sampled.token), sampled)
+
+    return StepPrograms(
+        forward=jax.jit(forward, donate_argnums=1),
+        score=jax.jit(score, donate_argnums=1),
+        sample=jax.jit(sample_rows, donate_argnums=1),
+    )

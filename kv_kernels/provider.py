@@ -1,0 +1,87 @@
+"""What a kernel provider is: the only vocabulary that the rest of jaxkv shares with a kernel library.
+
+Pools are NHD and flat over layers: `[num_layers * num_pages, tokens_per_page, kv_heads, head_dim]`, K and V apart, so that page p
+of layer l is row `l * num_pages + p` and a layer loop can carry the pools without copying them. A provider turns the neutral page
+table of a step into arrays of its own (`plan`, on the host) and runs the operations on the device. What it cannot do it says
+before the engine starts (`unsupported`), never by a wrong answer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from kv_common.page_table import KvPageTableV1
+from kv_kernels.weights import LayerIndex, Weight
+
+
+@dataclass(frozen=True)
+class KernelNeeds:
+    """What a model and its cache ask of a provider; `window` and `soft_cap` are None where no layer has one."""
+
+    platform: str
+    kv_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tokens_per_page: int
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+class PlanShape(NamedTuple):
+    """The static sizes that a step's arrays are padded to."""
+
+    tokens: int
+    rows: int
+    page_entries: int
+
+
+class PoolPair(NamedTuple):
+    """The K and V pools, each [num_layers * num_pages, tokens_per_page, kv_heads, head_dim]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class KernelProvider(Protocol):
+    """The operations of a provider; instances are hashable, since a compiled step is specific to one."""
+
+    @property
+    def name(self) -> str:
+        """The name by which a configuration asks for this provider."""
+
+    def unsupported(self, needs: KernelNeeds) -> str | None:
+        """Why this provider cannot serve `needs`, with the numbers, or None where it can."""
+
+    def plan(self, table: KvPageTableV1, shape: PlanShape) -> Any:
+        """A pytree of numpy arrays, padded to `shape`, that `paged_attention` takes for this step."""
+
+    def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
+        """Write k_new and v_new [tokens, kv_heads, head_dim] at absolute `slots` [tokens] i32 of the pools, in place under donation."""
+
+    def paged_attention(
+        self,
+        q: jax.Array,
+        pools: PoolPair,
+        plan: Any,
+        *,
+        first_page: jax.Array | int,
+        scale: np.float32,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> jax.Array:
+        """Attend q [tokens, heads, head_dim] over the pages of the plan, ragged and bottom-right causal -> the same shape.
+
+        `first_page` is the pool row of the layer's page 0. `scale` has no default: a provider's own default on a query that is
+        already scaled is a wrong answer that no comparison between shardings can see.
+        """
+
+    def linear(
+        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
+    ) -> jax.Array:
+        """x [tokens, in] times weight [out, in] transposed -> [tokens, out], accumulated in float32; `layer` picks from a stack."""
+
+    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+        """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""

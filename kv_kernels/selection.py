@@ -1,0 +1,56 @@
+"""The one place that decides which kernel provider runs, and says why.
+
+`auto` takes the platform's providers in order of speed and the first that supports what the model needs. A provider asked for by
+name is taken or refused, with what it lacks and the provider that would serve; it is never swapped for another in silence.
+"""
+
+import logging
+from typing import NamedTuple
+
+from kv_common.errors import JaxkvError
+from kv_kernels.provider import KernelNeeds, KernelProvider
+from kv_kernels.reference import ReferenceProvider
+
+logger = logging.getLogger(__name__)
+
+_PROVIDERS: dict[str, KernelProvider] = {"reference": ReferenceProvider()}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("reference",)}
+_ANY_PLATFORM = ("reference",)
+
+
+class ProviderError(JaxkvError):
+    """The provider asked for does not exist or cannot serve the model."""
+
+
+class ChosenProvider(NamedTuple):
+    """A provider and the one-line reason for it."""
+
+    provider: KernelProvider
+    reason: str
+
+
+def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvider:
+    """The provider for `needs`; `requested` is `auto` or a provider's name. Raises ProviderError."""
+    order = _PREFERENCE.get(needs.platform, _ANY_PLATFORM)
+    reasons = {name: _PROVIDERS[name].unsupported(needs) for name in order}
+    able = [name for name in order if reasons[name] is None]
+    if requested == "auto":
+        if not able:
+            refused = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ProviderError(f"no kernel provider for {needs.platform} serves this model ({refused})")
+        passed_over = [f"{name}: {reasons[name]}" for name in order[: order.index(able[0])]]
+        chosen = ChosenProvider(
+            _PROVIDERS[able[0]],
+            f"first of {', '.join(order)} for {needs.platform}" + "".join(f"; not {line}" for line in passed_over),
+        )
+    else:
+        provider = _PROVIDERS.get(requested)
+        if provider is None:
+            raise ProviderError(f"unknown provider {requested!r}; choose auto or one of {', '.join(_PROVIDERS)}")
+        reason = provider.unsupported(needs)
+        if reason is not None:
+            remedy = f"use provider {able[0]!r}" if able else "no other provider serves it either"
+            raise ProviderError(f"provider {requested!r} cannot serve this model: {reason}; {remedy}")
+        chosen = ChosenProvider(provider, "asked for by name")
+    logger.info("kernel provider: %s (%s)", chosen.provider.name, chosen.reason)
+    return chosen

@@ -1,0 +1,186 @@
+"""The `jaxkv` command: options, and which parts a command puts together.
+
+Contract: text goes to stdout, everything about it (progress, the closing line, errors) to stderr. Whatever a user can
+get wrong is one line `jaxkv: ...` and exit status 2, never a traceback; Ctrl-C exits with 130; a closed pipe is quiet.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kv_common import JaxkvError, __version__
+from kv_serving.byte_size import parse_byte_size
+from kv_serving.chat_repl import HELP, ChatRepl
+from kv_serving.generation_run import run_jobs
+from kv_serving.output_view import OrderedView, choose_view
+from kv_serving.plan_report import plan_lines
+from kv_serving.run_summary import summary_line, summary_object
+from kv_serving.session import (
+    PromptOptionError,
+    SamplingOptions,
+    config_for_jobs,
+    encode_prompts,
+    make_job,
+    open_model,
+    start_engine,
+)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file, a model directory, or owner/name.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate for a prompt.")]
+Temperature = Annotated[float | None, typer.Option(help="0 takes the most likely token. [default: the model's own]")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 is off.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the fewest tokens that reach this probability; 1 is off.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens this fraction as likely as the likeliest; 0 is off.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
+System = Annotated[str | None, typer.Option(help="A system message, before the first turn.")]
+Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
+PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages, as in 512MiB or 2GiB.")]
+PageTokens = Annotated[int, typer.Option(help="Tokens in a page.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"jaxkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _jaxkv(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """LLM inference in JAX on a paged K/V cache."""
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; several are generated in one batch.")] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw", help="Use the model's chat template, or complete raw text. [default: chat if it has one]"
+        ),
+    ] = None,
+    system: System = None,
+    dtype: Dtype = "float32",
+    kv_pool_bytes: PoolBytes = "512MiB",
+    tokens_per_page: PageTokens = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
+) -> None:
+    """Generate text for one prompt, or for several in one batch."""
+    if not prompt:
+        raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each prompt")
+    pool_bytes = parse_byte_size(kv_pool_bytes)
+    progress = Console(stderr=True)
+    loaded = open_model(model, dtype, progress)
+    params = SamplingOptions(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    ).resolve(loaded.generation)
+    jobs = [make_job(loaded, ids, params, stop or ()) for ids in encode_prompts(loaded, prompt, chat, system)]
+    config = config_for_jobs(jobs, loaded.spec.max_context, pool_bytes, tokens_per_page)
+    engine = start_engine(loaded, config, progress, warm_up=True)
+    headings = [" ".join(text.split()) for text in prompt]
+    view = OrderedView(io.StringIO(), None) if as_json else choose_view(Console(), sys.stdout, headings)
+    with view:
+        report = run_jobs(engine.batcher(), jobs, view)
+    plan, stats = engine.describe(), engine.stats()
+    if as_json:
+        print(json.dumps(summary_object(prompt, jobs, report, plan, stats), ensure_ascii=False, indent=2))
+    else:
+        print(summary_line(report, plan, stats), file=sys.stderr)
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    system: System = None,
+    dtype: Dtype = "float32",
+    kv_pool_bytes: PoolBytes = "512MiB",
+    tokens_per_page: PageTokens = 16,
+) -> None:
+    """Talk with a model; /reset begins anew, /exit leaves."""
+    from kv_execution import EngineConfig
+
+    config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page, max_requests=1)
+    progress = Console(stderr=True)
+    loaded = open_model(model, dtype, progress)
+    params = SamplingOptions(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    ).resolve(loaded.generation)
+    # Shapes compile when a conversation first reaches them: warming up all of the context would keep the user waiting.
+    engine = start_engine(loaded, config, progress, warm_up=False)
+    print(f"{loaded.spec.name}. {HELP}.", file=sys.stderr)
+    ChatRepl(
+        loaded, engine.batcher(), params, stops=stop or (), system=system, out=sys.stdout, read_line=_read_line
+    ).run()
+
+
+@app.command()
+def inspect(
+    model: ModelArgument,
+    dtype: Dtype = "float32",
+    kv_pool_bytes: PoolBytes = "512MiB",
+    tokens_per_page: PageTokens = 16,
+) -> None:
+    """Print what fits in memory: parameters, pages and the tokens they hold, shapes, provider. Allocates no pool."""
+    from kv_execution import EngineConfig, PagedEngine
+
+    config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page)
+    loaded = open_model(model, dtype, Console(stderr=True))
+    for line in plan_lines(PagedEngine(loaded, config).describe()):
+        print(line)
+
+
+def _read_line() -> str:
+    # The prompt is for people; a piped conversation has none in its output.
+    return input("> " if sys.stdin.isatty() else "")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command (None: the process's own arguments) and return its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character shows `?`, not a traceback.
+        sys.stdout.reconfigure(errors="replace")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return int(app(args=arguments or ["--help"], prog_name="jaxkv", standalone_mode=False) or 0)
+    except typer.Abort:
+        return 130
+    except typer.TyperException as error:
+        return _complain(error.format_message())
+    except JaxkvError as error:
+        return _complain(str(error))
+    except OSError as error:
+        return _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def _complain(message: str) -> int:
+    print(f"jaxkv: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())

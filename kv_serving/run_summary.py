@@ -1,0 +1,53 @@
+"""What is said about a finished run: one line for people, one object for programs."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_serving.generation_run import Job, RunReport
+
+if TYPE_CHECKING:
+    from kv_execution import EnginePlan, EngineStats
+
+
+def summary_line(report: RunReport, plan: "EnginePlan", stats: "EngineStats") -> str:
+    """Tokens a second for prefill and decode, pages used, and the provider."""
+    return (
+        f"{report.generated_tokens} tokens; prefill {_rate(report.prompt_tokens, report.prefill_s)}, "
+        f"decode {_rate(report.decode_tokens, report.decode_s)}; "
+        f"{stats.peak_pages_in_use} of {plan.layout.usable_pages} pages used; "
+        f"{plan.provider} kernels on {plan.platform}"
+    )
+
+
+def summary_object(
+    prompts: Sequence[str], jobs: Sequence[Job], report: RunReport, plan: "EnginePlan", stats: "EngineStats"
+) -> dict[str, Any]:
+    """The answers and the same facts, as JSON values."""
+    return {
+        "model": plan.spec.name,
+        "results": [
+            {
+                "prompt": prompt,
+                "text": job.text,
+                "finish_reason": job.finish_reason,
+                "prompt_tokens": len(job.token_ids),
+                "tokens": job.tokens,
+            }
+            for prompt, job in zip(prompts, jobs, strict=True)
+        ],
+        "prefill": {"tokens": report.prompt_tokens, "seconds": report.prefill_s},
+        "decode": {"tokens": report.decode_tokens, "seconds": report.decode_s},
+        "pages": {
+            "peak": stats.peak_pages_in_use,
+            "usable": plan.layout.usable_pages,
+            "tokens_per_page": plan.layout.tokens_per_page,
+        },
+        "provider": plan.provider,
+        "platform": plan.platform,
+    }
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    if not tokens or seconds <= 0:
+        return f"{tokens} tokens"
+    return f"{tokens} tokens at {tokens / seconds:.1f}/s"

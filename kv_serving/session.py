@@ -1,0 +1,145 @@
+"""From a model's name and a user's options to an engine that is ready to generate: what every command does first.
+
+Contract: jax and the packages over it are imported inside these functions, so that `--help`, `--version` and a mistyped
+option answer at once. Everything a user can get wrong raises a JaxkvError.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kv_common.errors import JaxkvError
+from kv_serving.generation_run import Job
+from kv_serving.progress import compile_progress, load_progress
+from kv_serving.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from kv_execution import EngineConfig, PagedEngine, SamplingParams
+    from models import GenerationDefaults, LoadedModel, Tokenizer
+
+MAX_BATCH = 32
+MAX_STEP_TOKENS = 256
+
+Message = Mapping[str, str]
+
+
+class PromptOptionError(JaxkvError):
+    """Options that ask for a prompt that this model, or any model, cannot be given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """What the user said about sampling; None leaves it to the model's own defaults."""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+    def resolve(self, defaults: "GenerationDefaults") -> "SamplingParams":
+        """The parameters to sample with. Raises SamplingParamsError for a number out of its range."""
+        from kv_execution import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            repetition_penalty=defaults.repetition_penalty,
+            seed=self.seed,
+        )
+
+
+def open_model(source: str, dtype: str, console: Console) -> "LoadedModel":
+    """Load `source` with a progress bar. Raises what `load_model` raises."""
+    from models import load_model
+
+    with load_progress(console) as progress:
+        return load_model(source, dtype=dtype, progress=progress)
+
+
+def tokenizer_of(model: "LoadedModel") -> "Tokenizer":
+    """The model's tokenizer. Raises PromptOptionError where it came without one."""
+    if model.tokenizer is None:
+        raise PromptOptionError(f"{model.spec.name} came without a tokenizer: put tokenizer.json beside its weights")
+    return model.tokenizer
+
+
+def encode_chat(model: "LoadedModel", messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation in the model's chat template, up to where its answer begins.
+
+    Raises PromptOptionError where the model has no template, ChatTemplateError where it refuses the messages.
+    """
+    if model.chat_template is None:
+        raise PromptOptionError(f"{model.spec.name} has no chat template: complete raw text with generate --raw")
+    return tokenizer_of(model).encode(model.chat_template.render(messages), add_special=False)
+
+
+def encode_prompts(
+    model: "LoadedModel", prompts: Sequence[str], chat: bool | None, system: str | None
+) -> list[list[int]]:
+    """Token ids of each prompt: as the user's turn of a chat or raw; `chat` None: a chat where there is a template.
+
+    Raises PromptOptionError for an empty prompt or a system message without a chat, and what `encode_chat` raises.
+    """
+    if not all(prompts):
+        raise PromptOptionError("the prompt is empty: give --prompt at least one character")
+    if chat is None:
+        chat = model.chat_template is not None
+    if not chat:
+        if system is not None:
+            raise PromptOptionError("a raw prompt has no system message: leave out --system, or use --chat")
+        return [tokenizer_of(model).encode(prompt) for prompt in prompts]
+    return [encode_chat(model, opening_messages(system, prompt)) for prompt in prompts]
+
+
+def opening_messages(system: str | None, prompt: str) -> list[Message]:
+    """The first messages of a conversation."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, {"role": "user", "content": prompt}]
+
+
+def make_job(model: "LoadedModel", token_ids: Sequence[int], params: "SamplingParams", stops: Sequence[str]) -> Job:
+    """One prompt, ready to run. Raises StopStringError for an empty stop string."""
+    from models import StreamDecoder
+
+    return Job(token_ids, params, StreamDecoder(tokenizer_of(model)), StopStrings(stops))
+
+
+def config_for_jobs(jobs: Sequence[Job], max_context: int, kv_pool_bytes: int, tokens_per_page: int) -> "EngineConfig":
+    """An engine no larger than `jobs` need, so that warming up compiles only a handful of shapes.
+
+    `max_context` is the model's own limit in tokens. Raises EngineConfigError.
+    """
+    from kv_execution import EngineConfig
+
+    longest = max(len(job.token_ids) + job.params.max_tokens for job in jobs)
+    prompt_tokens = sum(len(job.token_ids) for job in jobs)
+    rows = min(MAX_BATCH, len(jobs))
+    return EngineConfig(
+        kv_pool_bytes=kv_pool_bytes,
+        tokens_per_page=tokens_per_page,
+        max_requests=rows,
+        max_step_tokens=min(MAX_STEP_TOKENS, max(rows, prompt_tokens)),
+        max_context=min(max_context, max(2, longest)),
+    )
+
+
+def start_engine(model: "LoadedModel", config: "EngineConfig", console: Console, warm_up: bool) -> "PagedEngine":
+    """An engine with its pools allocated and, with `warm_up`, every reachable shape compiled behind a progress bar.
+
+    Raises EngineConfigError, LayoutError or ProviderError.
+    """
+    from kv_execution import PagedEngine
+
+    engine = PagedEngine(model, config)
+    plan = engine.init_paged_runtime()
+    if warm_up:
+        with compile_progress(console, len(plan.shapes)) as progress:
+            engine.warmup_paged(progress)
+    return engine

@@ -1,0 +1,26 @@
+"""The networks and their loaders. `load_model` is the way in; the rest is for tests and new families."""
+
+from models.assembly import CheckpointError, LoadProgress
+from models.chat_template import ChatTemplate, ChatTemplateError
+from models.config import ModelConfigError, UnsupportedModelError
+from models.generation import GenerationDefaults
+from models.loader import LoadedModel, load_model
+from models.seam import Forward
+from models.stream_decoder import StreamDecoder
+from models.tokenizer import Tokenizer, TokenizerError
+
+__all__ = [
+    "ChatTemplate",
+    "ChatTemplateError",
+    "CheckpointError",
+    "Forward",
+    "GenerationDefaults",
+    "LoadProgress",
+    "LoadedModel",
+    "ModelConfigError",
+    "StreamDecoder",
+    "Tokenizer",
+    "TokenizerError",
+    "UnsupportedModelError",
+    "load_model",
+]

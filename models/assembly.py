@@ -1,0 +1,218 @@
+"""From the tensors of a checkpoint to the parameters of a decoder: names and shapes checked first, then stack by stack.
+
+Layers are written one at a time into their stack in its final dtype, and a stack goes to the device before the next is
+begun, so peak memory is the model plus one stack. Block-quantized tensors stay quantized where a whole stack has one
+kind; layers of different kinds are dequantized to the compute dtype, because re-encoding one would change its values.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kv_common.errors import JaxkvError
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, QuantKind, dequantize
+from models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(JaxkvError):
+    """A checkpoint that cannot be read, or whose tensors are not those the configuration calls for."""
+
+
+class LoadProgress(NamedTuple):
+    """One stack was placed: how many of how many parameters (numbers, not bytes) are in."""
+
+    parameter: str
+    done: int
+    total: int
+
+
+ProgressCallback = Callable[[LoadProgress], None]
+Tensor = np.ndarray | BlockQuantWeight
+
+
+class Checkpoint(Protocol):
+    """The tensors of one model on disk; `read` maps memory, it does not copy where it need not."""
+
+    @property
+    def origin(self) -> str:
+        """What to call the checkpoint in a message."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def quantization(self, name: str) -> QuantKind | None:
+        """How `read` will return it: None is dense."""
+
+    def read(self, name: str) -> Tensor:
+        """A dense array, or a quantized matrix with numpy parts."""
+
+
+def by_path(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts (arrays, weights) by dotted path."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= by_path(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+class ParameterShape(NamedTuple):
+    """shape includes the stack of layers; a matrix takes part in products, a vector (norm, bias) does not."""
+
+    shape: tuple[int, ...]
+    is_matrix: bool
+
+
+def parameter_shapes(decoder: Decoder) -> dict[str, ParameterShape]:
+    """Every parameter by its dotted path, in the order of the decoder's tree."""
+    leaves = by_path(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    return {
+        path: ParameterShape(leaf.values.shape, True)
+        if isinstance(leaf, DenseWeight)
+        else ParameterShape(leaf.shape, False)
+        for path, leaf in leaves.items()
+    }
+
+
+def assemble(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    *,
+    dtype: str,
+    ignored: Sequence[str] = (),
+    row_orders: Mapping[str, np.ndarray] | None = None,
+    progress: ProgressCallback | None = None,
+) -> dict[str, Any]:
+    """The decoder's parameters as nested dicts of device arrays and weights, read from `checkpoint`.
+
+    `names` gives every parameter's tensor name template, `row_orders` the tensor's row for each of a parameter's rows.
+    Matrices take `dtype` unless quantized; vectors (norms, biases) are few and stay float32.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra or misshapen, or does not fit `dtype`; the first one is named.
+    """
+    shapes = parameter_shapes(decoder)
+    num_layers = decoder.config.num_layers
+    tensors = {path: _tensor_names(names[path], num_layers) for path in shapes}
+    _check_names(checkpoint, tensors, ignored)
+    for path, (shape, _) in shapes.items():
+        wanted = shape[1:] if "{layer}" in names[path] else shape
+        for name in tensors[path]:
+            if checkpoint.shape(name) != wanted:
+                raise CheckpointError(
+                    f"{checkpoint.origin}: {name} has shape {list(checkpoint.shape(name))}, the configuration "
+                    "calls for "
+                    f"{list(wanted)}: config and weights do not belong together, get both again"
+                )
+    total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
+    parameters: dict[str, Any] = {}
+    for path, (shape, is_matrix) in shapes.items():
+        reader = _StackReader(checkpoint, tensors[path], "{layer}" in names[path], (row_orders or {}).get(path))
+        # Waited for, and the host's copy not kept in a variable: two stacks in flight would be two stacks of memory.
+        placed = jax.block_until_ready(
+            jax.device_put(reader.matrix(shape, dtype) if is_matrix else reader.dense(shape, "float32"))
+        )
+        _insert(parameters, path, placed)
+        done += math.prod(shape)
+        if progress is not None:
+            progress(LoadProgress(path, done, total))
+    return parameters
+
+
+class _StackReader:
+    """Reads the tensors of one parameter, one after the other, into one allocation."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: Sequence[str], stacked: bool, row_order: np.ndarray | None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+        self._stacked = stacked
+        self._row_order = row_order
+
+    def matrix(self, shape: tuple[int, ...], dtype: str) -> DenseWeight | BlockQuantWeight:
+        """Quantized if every tensor is, in one kind; else dense in `dtype`."""
+        kinds = sorted({self._checkpoint.quantization(name) or "dense" for name in self._names})
+        if len(kinds) > 1:
+            logger.warning(
+                "%s: the layers of %s are stored as %s, so all of them are held as %s",
+                *(self._checkpoint.origin, self._names[0], " and ".join(kinds), dtype),
+            )
+        if len(kinds) > 1 or kinds == ["dense"]:
+            return DenseWeight(self.dense(shape, dtype))
+        first = self._read(self._names[0])
+        assert isinstance(first, BlockQuantWeight)
+        if not self._stacked:
+            return first
+        stack = jax.tree.map(lambda part: np.empty((len(self._names), *part.shape), part.dtype), first)
+        for layer, name in enumerate(self._names):
+            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, self._read(name))
+        return stack
+
+    def dense(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Values of `shape` in `dtype`."""
+        whole = np.empty(shape, jnp.dtype(dtype))
+        for layer, name in enumerate(self._names):
+            tensor = self._read(name)
+            values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
+            target = whole[layer] if self._stacked else whole
+            with np.errstate(over="ignore"):  # reported below, by name
+                target[...] = values
+            if dtype == "float16" and np.isinf(target).any():
+                raise CheckpointError(
+                    f"{self._checkpoint.origin}: {name} has values beyond float16's 65504: load it as bfloat16 or "
+                    "float32"
+                )
+        return whole
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name)
+        if self._row_order is None:
+            return tensor
+        return jax.tree.map(lambda part: part[self._row_order], tensor)
+
+
+def _check_names(checkpoint: Checkpoint, tensors: Mapping[str, Sequence[str]], ignored: Sequence[str]) -> None:
+    wanted = {name for names in tensors.values() for name in names}
+    present = set(checkpoint.names)
+    missing = sorted(wanted - present)
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.origin} lacks {missing[0]}{_and_others(missing)}: the checkpoint is incomplete, get it again"
+        )
+    extra = sorted(name for name in present - wanted if not any(re.fullmatch(pattern, name) for pattern in ignored))
+    if extra:
+        raise CheckpointError(
+            f"{checkpoint.origin} has {extra[0]}{_and_others(extra)}, which the configuration does not call for: "
+            "config and weights do not belong together, or the model has parts that are not implemented"
+        )
+
+
+def _and_others(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _tensor_names(template: str, num_layers: int) -> list[str]:
+    if "{layer}" not in template:
+        return [template]
+    return [template.format(layer=layer) for layer in range(num_layers)]
+
+
+def _insert(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value

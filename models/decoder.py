@@ -1,0 +1,156 @@
+"""The decoder network: pre-norm, rotary attention with grouped K/V heads, gated MLP.
+
+All layers' parameters are stacked on a leading axis and every module takes the layer index, so one layer is compiled
+whatever the depth and no layer's weights are sliced out. A module is built with abstract parameters (shapes only): that
+one description is what loaders fill, and `nnx.merge(graph, params)` puts real weights in inside the traced function,
+where they are arguments and never constants. Norms, RoPE and the output product are float32; everything else is the
+compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kv_kernels.weights import DenseWeight, LayerIndex
+from models.config import DecoderConfig
+from models.rope import Rotation, inverse_frequencies, rotate, rotation
+from models.seam import Forward, Step
+
+
+class Carry(NamedTuple):
+    """x [tokens, hidden] and the step after a part of a layer."""
+
+    x: jax.Array
+    step: Any
+
+
+def _abstract(shape: tuple[int, ...]) -> Any:
+    """A parameter's description, in the place of its array."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+class Embedding(nnx.Module):
+    """Token embedding [vocab, hidden]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        self.weight = nnx.Param(DenseWeight(_abstract((vocab_size, hidden_size))))
+
+    def __call__(self, token_ids: jax.Array, step: Step) -> jax.Array:
+        return step.embed(token_ids, self.weight.get_value())
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight, in float32, returned in x.dtype. weight [*stack, features] f32."""
+
+    def __init__(self, features: int, eps: float, stack: tuple[int, ...] = ()) -> None:
+        self.weight = nnx.Param(_abstract((*stack, features)))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array, layer: LayerIndex | None = None) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + np.float32(self.eps))
+        return (normed * _of_layer(self.weight.get_value(), layer)).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, stack: tuple[int, ...] = ()) -> None:
+        self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))))
+        self.bias = nnx.Param(_abstract((*stack, out_features))) if bias else None
+
+    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex | None = None) -> jax.Array:
+        y = step.linear(x, self.weight.get_value(), layer)
+        if self.bias is None:
+            return y
+        return (y + _of_layer(self.bias.get_value(), layer)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention through the step's K/V view; the scale is always passed explicitly."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        stack = (config.num_layers,)
+        q_features, kv_features = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        bias = config.attention_bias
+        self.q = Linear(config.hidden_size, q_features, bias=bias, stack=stack)
+        self.k = Linear(config.hidden_size, kv_features, bias=bias, stack=stack)
+        self.v = Linear(config.hidden_size, kv_features, bias=bias, stack=stack)
+        self.o = Linear(q_features, config.hidden_size, bias=bias, stack=stack)
+        self.head_dim = config.head_dim
+
+    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex, by: Rotation) -> Carry:
+        heads = (x.shape[0], -1, self.head_dim)
+        q = rotate(self.q(x, step, layer).reshape(heads), by)
+        k = rotate(self.k(x, step, layer).reshape(heads), by)
+        v = self.v(x, step, layer).reshape(heads)
+        attended = step.attend(q, k, v, layer, scale=np.float32(self.head_dim**-0.5))
+        flat = attended.values.reshape(x.shape[0], -1)
+        return Carry(self.o(flat, attended.step, layer), attended.step)
+
+
+class Mlp(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        stack, bias = (config.num_layers,), config.mlp_bias
+        self.gate = Linear(config.hidden_size, config.intermediate_size, bias=bias, stack=stack)
+        self.up = Linear(config.hidden_size, config.intermediate_size, bias=bias, stack=stack)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=bias, stack=stack)
+
+    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x, step, layer)) * self.up(x, step, layer), step, layer)
+
+
+class DecoderLayers(nnx.Module):
+    """Every layer's parameters, stacked; one call computes one layer."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        stack = (config.num_layers,)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, stack)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, stack)
+        self.mlp = Mlp(config)
+
+    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex, by: Rotation) -> Carry:
+        attended, step = self.attention(self.attention_norm(x, layer), step, layer, by)
+        x = x + attended
+        return Carry(x + self.mlp(self.mlp_norm(x, layer), step, layer), step)
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits. The output product reuses the embedding where the model ties them."""
+
+    def __init__(self, config: DecoderConfig, dtype: str) -> None:
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = DecoderLayers(config)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.output = None if config.tied_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(self, token_ids: jax.Array, step: Step, logit_rows: jax.Array) -> Forward:
+        """Logits [rows, vocab] f32 of the tokens at `logit_rows` [rows] i32 among token_ids [tokens] i32."""
+        by = rotation(step.positions, inverse_frequencies(self.config.rope, self.config.head_dim))
+
+        def body(layer: LayerIndex, x: jax.Array, step: Step) -> tuple[jax.Array, Step]:
+            # A plain tuple: the loop's carry must keep one pytree type.
+            return tuple(self.layers(x, step, layer, by))
+
+        x = self.embedding(token_ids, step).astype(self.dtype)
+        x, step = step.loop(self.config.num_layers, body, x)
+        # Rows are gathered before the product with the vocabulary: one row per sequence, not per token.
+        x = self.norm(x[logit_rows]).astype(jnp.float32)
+        if self.output is None:
+            return Forward(step.linear(x, self.embedding.weight.get_value()), step)
+        return Forward(self.output(x, step), step)
+
+
+def _of_layer(stacked: jax.Array, layer: LayerIndex | None) -> jax.Array:
+    return stacked if layer is None else jax.lax.dynamic_index_in_dim(stacked, layer, axis=0, keepdims=False)

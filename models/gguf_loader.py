@@ -1,0 +1,70 @@
+"""A GGUF file as a checkpoint: Q8_0, Q4_0 and Q4_1 stay quantized, F32, F16 and BF16 are dense."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kv_kernels.weights import BLOCK_SIZE, BlockQuantWeight, QuantKind
+from models.assembly import Tensor
+from models.gguf_file import read_gguf
+
+_DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_KINDS: dict[str, QuantKind] = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
+_SCALE_BYTES = 2
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file (see `models.assembly.Checkpoint`) and its `metadata`.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `models.gguf_file.read_gguf`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.origin = str(path)
+        file = read_gguf(path)
+        self.metadata: dict[str, Any] = file.metadata
+        self._tensors = file.tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def quantization(self, name: str) -> QuantKind | None:
+        return _KINDS.get(self._tensors[name].storage.name)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        kind = self.quantization(name)
+        if kind is None:
+            return tensor.data.view(_DENSE[tensor.storage.name]).reshape(tensor.shape)
+        return split_blocks(tensor.data, kind)
+
+    def frequency_divisors(self) -> tuple[float, ...] | None:
+        """RoPE frequency factors, which GGUF keeps as a tensor."""
+        if "rope_freqs.weight" not in self._tensors:
+            return None
+        return tuple(np.asarray(self.read("rope_freqs.weight"), np.float64).reshape(-1).tolist())
+
+
+def split_blocks(rows: np.ndarray, kind: QuantKind) -> BlockQuantWeight:
+    """GGUF's interleaved blocks, uint8 [out, bytes], as the parts of a quantized weight (numpy, copied)."""
+    quant_bytes = BLOCK_SIZE if kind == "q8_0" else BLOCK_SIZE // 2
+    head_bytes = 2 * _SCALE_BYTES if kind == "q4_1" else _SCALE_BYTES
+    blocks = rows.reshape(rows.shape[0], -1, head_bytes + quant_bytes)
+    heads = np.ascontiguousarray(blocks[..., :head_bytes]).view(np.float16)
+    quants = np.ascontiguousarray(blocks[..., head_bytes:]).reshape(rows.shape[0], -1)
+    return BlockQuantWeight(
+        quants=quants.view(np.int8) if kind == "q8_0" else quants,
+        scales=np.ascontiguousarray(heads[..., 0]),
+        mins=np.ascontiguousarray(heads[..., 1]) if kind == "q4_1" else None,
+        kind=kind,
+    )

@@ -1,0 +1,211 @@
+"""`load_model`: a directory, a GGUF file or a hub repository in, one ready model out.
+
+The model is a value: parameters, a pure forward function, sizes, tokenizer, chat template and sampling defaults. It
+owns no cache and no device state beyond its parameters, so an engine, a test and an exporter can all use the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import jax
+import numpy as np
+from flax import nnx
+
+from kv_common.model_spec import ModelSpec
+from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
+from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
+from models.config import ConfigFields, ModelConfigError, UnsupportedModelError, read_json
+from models.decoder import Decoder
+from models.families import Family, family_of
+from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
+from models.gguf_loader import GgufCheckpoint
+from models.gguf_tokenizer import tokenizer_from_gguf
+from models.safetensors_loader import SafetensorsCheckpoint
+from models.seam import Forward, Step
+from models.tokenizer import Tokenizer, tokenizer_from_directory
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to run.
+
+    params: nested dicts of device arrays and weights, the first argument of `forward`.
+    tokenizer, chat_template: None where the source has none.
+    """
+
+    spec: ModelSpec
+    params: dict[str, Any]
+    decoder: Decoder = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    generation: GenerationDefaults
+
+    def forward(self, params: dict[str, Any], token_ids: jax.Array, step: Step, logit_rows: jax.Array) -> Forward:
+        """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
+        return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
+
+    @functools.cached_property
+    def _graph(self) -> nnx.GraphDef:
+        return nnx.split(self.decoder)[0]
+
+    @functools.cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes: the configuration, the dtype and every bit of the weights, and not where they came from."""
+        digest = hashlib.blake2b(repr((self.decoder.config, self.decoder.dtype)).encode(), digest_size=32)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            array = np.ascontiguousarray(leaf)
+            digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())
+            digest.update(array.reshape(-1).view(np.uint8).data)
+        return digest.digest()
+
+
+def load_model(source: str | Path, *, dtype: str = "float32", progress: ProgressCallback | None = None) -> LoadedModel:
+    """Load `source`: a Hugging Face directory, a .gguf file, or a hub repository id such as `owner/name`.
+
+    dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
+    are.
+
+    Raises:
+        CheckpointError, ModelConfigError, UnsupportedModelError, TokenizerError: one line each, see those.
+    """
+    if dtype not in COMPUTE_DTYPES:
+        raise UnsupportedModelError(f"compute dtype {dtype!r} is not implemented: use {', '.join(COMPUTE_DTYPES)}")
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _load_gguf(path, dtype, progress)
+    if path.is_dir():
+        return _load_directory(path, path.resolve().name, dtype, progress)
+    return _load_directory(_download(str(source)), str(source), dtype, progress)
+
+
+def _load_directory(directory: Path, name: str, dtype: str, progress: ProgressCallback | None) -> LoadedModel:
+    if not (directory / "config.json").exists():
+        raise ModelConfigError(f"{directory} has no config.json: give a model directory or a .gguf file")
+    raw = read_json(directory / "config.json")
+    architecture = ConfigFields(raw, "config.json").take("model_type", str)
+    family = family_of(architecture, "config.json")
+    _check_architectures(raw, family)
+    config = family.hf_config(ConfigFields(raw, "config.json"))
+    decoder = Decoder(config, dtype)
+    checkpoint = SafetensorsCheckpoint(directory)
+    if config.tied_embeddings:
+        _drop_tied_copy(checkpoint, family)
+    params = assemble(decoder, checkpoint, family.hf_names, dtype=dtype, ignored=family.hf_ignored, progress=progress)
+    tokenizer = tokenizer_from_directory(directory)
+    generation = generation_from_directory(directory, raw)
+    template = template_from_directory(directory, tokenizer)
+    return _finish(name, decoder, params, tokenizer, template, generation)
+
+
+def _load_gguf(path: Path, dtype: str, progress: ProgressCallback | None) -> LoadedModel:
+    checkpoint = GgufCheckpoint(path)
+    metadata = checkpoint.metadata
+    architecture = ConfigFields(metadata, path.name).take("general.architecture", str)
+    family = family_of(architecture, path.name)
+    prefix = f"{architecture}."
+    fields = ConfigFields({key: value for key, value in metadata.items() if key.startswith(prefix)}, path.name)
+    if f"{prefix}vocab_size" not in fields and "token_embd.weight" in checkpoint.names:
+        # Older converters leave it out; the embedding has it.
+        fields.supply(f"{prefix}vocab_size", checkpoint.shape("token_embd.weight")[0])
+    config = family.gguf_config(fields, checkpoint.names, checkpoint.frequency_divisors())
+    decoder = Decoder(config, dtype)
+    params = assemble(
+        decoder,
+        checkpoint,
+        family.gguf_names,
+        dtype=dtype,
+        ignored=family.gguf_ignored,
+        row_orders=family.gguf_row_orders(config),
+        progress=progress,
+    )
+    tokenizer = tokenizer_from_gguf(metadata, path.name)
+    generation = generation_from_gguf(metadata)
+    template = template_from_gguf(metadata, tokenizer)
+    return _finish(path.stem, decoder, params, tokenizer, template, generation)
+
+
+def _finish(
+    name: str,
+    decoder: Decoder,
+    params: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    generation: GenerationDefaults,
+) -> LoadedModel:
+    config = decoder.config
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ModelConfigError(
+            f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model embeds {config.vocab_size}: "
+            "they do not belong together, get both again"
+        )
+    spec = ModelSpec(
+        name=name,
+        architecture=config.architecture,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+        dtype=decoder.dtype,
+        num_parameters=sum(math.prod(each.shape) for each in parameter_shapes(decoder).values()),
+        parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+        eos_token_ids=generation.eos_token_ids,
+    )
+    logger.info(
+        "%s: %d parameters in %d bytes, %s compute", name, spec.num_parameters, spec.parameter_bytes, spec.dtype
+    )
+    return LoadedModel(spec, params, decoder, tokenizer, template, generation)
+
+
+def _check_architectures(raw: dict[str, Any], family: Family) -> None:
+    stated = raw.get("architectures") or []
+    unknown = sorted(set(stated) - family.hf_architectures) if isinstance(stated, list) else [stated]
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json is for {unknown[0]}, implemented is {', '.join(sorted(family.hf_architectures))}: use a "
+            "text generation model"
+        )
+
+
+def _drop_tied_copy(checkpoint: SafetensorsCheckpoint, family: Family) -> None:
+    """Some writers save the tied output matrix as well; a copy is dropped, a different one is a contradiction."""
+    copy, original = family.hf_names["output.weight"], family.hf_names["embedding.weight"]
+    if copy not in checkpoint.names or original not in checkpoint.names:
+        return
+    if not np.array_equal(checkpoint.read(copy), checkpoint.read(original)):
+        raise CheckpointError(
+            f"{checkpoint.origin}: {copy} differs from {original} though tie_word_embeddings is true: fix the "
+            "configuration"
+        )
+    logger.info("%s: %s is a copy of %s and is not loaded", checkpoint.origin, copy, original)
+    checkpoint.drop(copy)
+
+
+def _download(source: str) -> Path:
+    """Snapshot of a hub repository, from the local cache where it is there already."""
+    owner, _, name = source.partition("/")
+    if not owner or not name or "/" in name or source.startswith((".", "~")):
+        raise CheckpointError(
+            f"{source}: no such file or directory: give a model directory, a .gguf file or a hub id (owner/name)"
+        )
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{source} is not a path and cannot be downloaded ({reason}): check the name and the network"
+        ) from error

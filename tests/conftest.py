@@ -1,0 +1,32 @@
+"""What every test shares: the CPU platform, reproducible hypothesis runs, and where the data is."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# jax reads this when it is first imported; tests/gpu is run with JAX_PLATFORMS set by hand.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Folder of reference inputs and outputs that the tests compare with."""
+    return Path(__file__).resolve().parent / "data" / "golden"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real model that the tests run; its absence is a failure, so that no test passes by not running."""
+    path = Path(os.environ.get("JAXKV_TEST_GGUF", REPOSITORY / ".cache" / "models" / MODEL_FILE))
+    if not path.is_file():
+        pytest.fail(f"{path} is missing: run 'make model', or set JAXKV_TEST_GGUF to a copy of {MODEL_FILE}")
+    return path

@@ -1,0 +1,178 @@
+"""Writes checkpoints for tests: model directories changed in one way, and GGUF files made from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+
+from models.safetensors_loader import SafetensorsCheckpoint
+
+_NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+    checkpoint = SafetensorsCheckpoint(directory)
+    return {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        ends = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": ends}
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.tobytes() for tensor in tensors.values()))
+
+
+def copy_case(
+    case: Path,
+    to: Path,
+    *,
+    legacy: bool = False,
+    config: Mapping[str, Any] | None = None,
+    tensors: Callable[[dict[str, np.ndarray]], Mapping[str, np.ndarray]] | None = None,
+) -> Path:
+    """A copy of a golden model: config in the older layout or updated, tensors passed through a function."""
+    to.mkdir(parents=True, exist_ok=True)
+    fields = json.loads((case / ("config_legacy.json" if legacy else "config.json")).read_text())
+    fields |= config or {}
+    (to / "config.json").write_text(json.dumps(fields))
+    shutil.copy(case / "generation_config.json", to)
+    if tensors is None:
+        shutil.copy(case / "model.safetensors", to)
+    else:
+        write_safetensors(to / "model.safetensors", tensors(read_tensors(case)))
+    return to
+
+
+def write_shards(case: Path, to: Path, count: int = 3) -> Path:
+    """The golden model with its tensors spread over `count` files and an index."""
+    copy_case(case, to)
+    (to / "model.safetensors").unlink()
+    tensors = sorted(read_tensors(case).items())
+    weight_map = {}
+    for shard in range(count):
+        name = f"model-{shard + 1:05}-of-{count:05}.safetensors"
+        part = dict(tensors[shard::count])
+        write_safetensors(to / name, part)
+        weight_map |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (to / "model.safetensors.index.json").write_text(json.dumps(index))
+    return to
+
+
+def gguf_name(hf_name: str) -> str:
+    stem, end = hf_name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{GGUF_NAMES[part]}.{end}"
+    return f"{GGUF_NAMES[stem]}.{end}"
+
+
+def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k the way GGUF orders them, written as its converter does."""
+    return (
+        tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    )
+
+
+def write_gguf(
+    case: Path,
+    path: Path,
+    *,
+    storage: Callable[[str], str] = lambda name: "F32",
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
+    architecture: str = "llama",
+) -> Path:
+    """The golden model as a GGUF file; matrices stored as `storage` of their GGUF name says, vectors as F32."""
+    config = json.loads((case / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    for key, value in ({**tiny_vocabulary(config["vocab_size"]), **(metadata or {})}).items():
+        _add(writer, key, value)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for hf_name, tensor in read_tensors(case).items():
+        name = gguf_name(hf_name)
+        part = name.split(".")[-2]
+        tensor = interleave(tensor, heads[part]) if part in heads else tensor
+        kind = gguf.GGMLQuantizationType[storage(name) if tensor.ndim == 2 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's stand-in character of each byte."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def tiny_vocabulary(size: int = 320) -> dict[str, Any]:
+    """GGUF metadata of a byte-level tokenizer: 3 special tokens, 256 bytes, a few merges, then unused tokens."""
+    space, a, n = byte_characters()[32], "a", "n"
+    merges = [f"{a} {n}", f"{space} an", "an an", "1 2"]
+    tokens = ["<|end|>", "<|start|>", "<tool>", *byte_characters(), *(merge.replace(" ", "") for merge in merges)]
+    types = [3, 3, 4] + [1] * (len(tokens) - 3)
+    filler = [f"<unused{index}>" for index in range(size - len(tokens))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens + filler,
+        "tokenizer.ggml.token_type": types + [5] * len(filler),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    else:
+        writer.add_array(key, value)

@@ -1,0 +1,67 @@
+"""The network as a function: pure, weights as arguments, the same in a loop and unrolled."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_step import DenseModel, DenseStep
+
+from models import LoadedModel, load_model
+from models.assembly import by_path, parameter_shapes
+from models.config import DecoderConfig
+from models.decoder import Decoder
+
+
+@pytest.fixture(scope="module")
+def tiny(golden: Path) -> LoadedModel:
+    return load_model(golden / "llama_bias_tied")
+
+
+def test_a_loop_over_layers_equals_the_unrolled_layers(tiny: LoadedModel) -> None:
+    ids = np.arange(3, 11)
+    looped, unrolled = DenseModel(tiny, 8).logits(ids), DenseModel(tiny, 8, unrolled=True).logits(ids)
+    np.testing.assert_allclose(looped, unrolled, atol=1e-4)
+
+
+def test_no_weight_is_a_constant_of_the_traced_program(tiny: LoadedModel) -> None:
+    step, ids = DenseStep(jnp.arange(8)), jnp.arange(8)
+    traced = jax.make_jaxpr(tiny.forward)(tiny.params, ids, step, ids)
+    assert max((np.size(constant) for constant in traced.consts), default=0) <= tiny.spec.head_dim
+    assert len(traced.jaxpr.invars) == len(jax.tree.leaves(tiny.params)) + 3
+
+
+def test_only_the_rows_asked_for_meet_the_vocabulary(tiny: LoadedModel) -> None:
+    step, ids = DenseStep(jnp.arange(8)), jnp.arange(3, 11)
+    some = jax.jit(tiny.forward)(tiny.params, ids, step, jnp.array([7, 2])).logits
+    assert some.shape == (2, tiny.spec.vocab_size)
+    assert some.dtype == jnp.float32
+    np.testing.assert_allclose(some, DenseModel(tiny, 8).logits(np.arange(3, 11))[[7, 2]], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_float32_and_gives_float32_logits(
+    golden: Path, dtype: str, tiny: LoadedModel
+) -> None:
+    half = load_model(golden / "llama_bias_tied", dtype=dtype)
+    ids = np.arange(3, 11)
+    logits, exact = DenseModel(half, 8).logits(ids), DenseModel(tiny, 8).logits(ids)
+    assert logits.dtype == np.float32
+    assert half.params["layers"]["attention"]["q"]["weight"].values.dtype == jnp.dtype(dtype)
+    assert half.params["norm"]["weight"].dtype == jnp.float32
+    assert 1e-5 < np.abs(logits - exact).max() < {"bfloat16": 1.0, "float16": 0.1}[dtype]
+
+
+def test_the_description_of_the_parameters_is_what_is_loaded(tiny: LoadedModel) -> None:
+    shapes = {path: each.shape for path, each in parameter_shapes(tiny.decoder).items()}
+    loaded = {path: getattr(leaf, "values", leaf).shape for path, leaf in by_path(tiny.params).items()}
+    assert shapes == loaded
+    assert shapes["layers.attention.k.bias"] == (2, 32)
+    assert "output.weight" not in shapes
+
+
+def test_a_decoder_is_described_without_allocating_its_weights() -> None:
+    config = DecoderConfig("llama", 10**6, 10**5, 10**6, 10**3, 100, 10, 1000, 10**6, 1e-5)
+    shapes = parameter_shapes(Decoder(config, "bfloat16"))
+    assert shapes["layers.mlp.up.weight"].shape == (10**3, 10**6, 10**5)

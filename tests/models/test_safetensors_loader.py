@@ -1,0 +1,141 @@
+"""Model directories: one file or shards, three storage types, every defect one line that names the tensor or file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from model_files import copy_case, read_tensors, write_safetensors, write_shards
+
+from kv_common.errors import JaxkvError
+from models import CheckpointError, load_model
+
+Tensors = dict[str, np.ndarray]
+
+
+def refusal_of(directory: Path) -> str:
+    with pytest.raises(JaxkvError) as refusal:
+        load_model(directory)
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_shards_hold_the_same_model_as_one_file(golden: Path, tmp_path: Path) -> None:
+    sharded = load_model(write_shards(golden / "llama", tmp_path))
+    assert sharded.fingerprint == load_model(golden / "llama").fingerprint
+
+
+def test_a_missing_shard_is_named(golden: Path, tmp_path: Path) -> None:
+    (write_shards(golden / "llama", tmp_path) / "model-00002-of-00003.safetensors").unlink()
+    assert "lacks the shard model-00002-of-00003.safetensors (1 of 3 missing)" in refusal_of(tmp_path)
+
+
+def test_a_shard_without_a_tensor_that_the_index_places_there_is_named(golden: Path, tmp_path: Path) -> None:
+    write_shards(golden / "llama", tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.phantom.weight"] = "model-00001-of-00003.safetensors"
+    path.write_text(json.dumps(index))
+    assert "model-00001-of-00003.safetensors lacks model.phantom.weight" in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize("storage", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_files_load_as_the_values_they_hold(golden: Path, tmp_path: Path, storage: type) -> None:
+    def narrow(tensors: Tensors) -> Tensors:
+        return {name: tensor.astype(storage) for name, tensor in tensors.items()}
+
+    model = load_model(copy_case(golden / "llama", tmp_path, tensors=narrow))
+    original = read_tensors(golden / "llama")["model.layers.1.mlp.up_proj.weight"]
+    loaded = np.asarray(model.params["layers"]["mlp"]["up"]["weight"].values)[1]
+    np.testing.assert_array_equal(loaded, original.astype(storage).astype(np.float32))
+
+
+def without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (without("model.layers.1.mlp.up_proj.weight"), "lacks model.layers.1.mlp.up_proj.weight:"),
+        (lambda tensors: {}, "lacks lm_head.weight and 20 more"),
+        (lambda tensors: tensors | {"model.layers.0.self_attn.q_norm.weight": np.ones(16, np.float32)}, "q_norm"),
+        (
+            lambda tensors: tensors | {"model.layers.2.mlp.up_proj.weight": np.ones((128, 64), np.float32)},
+            "layers.2.mlp",
+        ),
+        (lambda tensors: tensors | {"model.norm.weight": np.ones(32, np.float32)}, "model.norm.weight has shape [32]"),
+        (
+            lambda tensors: tensors | {"model.layers.1.self_attn.k_proj.weight": np.ones((64, 32), np.float32)},
+            "model.layers.1.self_attn.k_proj.weight has shape [64, 32], the configuration calls for [32, 64]",
+        ),
+    ],
+)
+def test_missing_extra_and_misshapen_tensors_are_named(golden: Path, tmp_path: Path, change, named: str) -> None:
+    assert named in refusal_of(copy_case(golden / "llama", tmp_path, tensors=change))
+
+
+def test_stored_inverse_frequencies_are_tolerated(golden: Path, tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    load_model(copy_case(golden / "llama", tmp_path, tensors=lambda tensors: tensors | extra))
+
+
+def test_a_stored_copy_of_a_tied_output_matrix_is_dropped_and_a_different_one_refused(
+    golden: Path, tmp_path: Path
+) -> None:
+    def with_output(scale: float) -> Callable[[Tensors], Tensors]:
+        return lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * np.float32(scale)}
+
+    case = golden / "llama_bias_tied"
+    copied = load_model(copy_case(case, tmp_path / "same", tensors=with_output(1)))
+    assert copied.fingerprint == load_model(case).fingerprint
+    message = refusal_of(copy_case(case, tmp_path / "other", tensors=with_output(2)))
+    assert "lm_head.weight differs from model.embed_tokens.weight though tie_word_embeddings is true" in message
+
+
+def test_values_that_float16_cannot_hold_are_named(golden: Path, tmp_path: Path) -> None:
+    def enlarge(tensors: Tensors) -> Tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e6
+        return tensors
+
+    directory = copy_case(golden / "llama", tmp_path, tensors=enlarge)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight has values beyond float16's 65504"):
+        load_model(directory, dtype="float16")
+    load_model(directory, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 100, 3000, 400000])
+def test_a_file_cut_short_is_one_line(golden: Path, tmp_path: Path, kept: int) -> None:
+    path = copy_case(golden / "llama", tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(content[:kept])
+    assert "model.safetensors" in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ({"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}, "stored as I8, implemented are F32, F16, BF16"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "spans 12 bytes"),
+        ({"dtype": "F32", "data_offsets": [0, 16]}, "damaged header (at x)"),
+        ([], "damaged header (at x)"),
+    ],
+)
+def test_a_damaged_header_is_one_line(golden: Path, tmp_path: Path, field: object, named: str) -> None:
+    copy_case(golden / "llama", tmp_path)
+    text = json.dumps({"x": field}).encode()
+    path = tmp_path / "model.safetensors"
+    path.chmod(0o644)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    assert named in refusal_of(tmp_path)
+
+
+def test_a_directory_without_safetensors_says_what_to_do(golden: Path, tmp_path: Path) -> None:
+    (copy_case(golden / "llama", tmp_path) / "model.safetensors").unlink()
+    assert "convert the weights to safetensors" in refusal_of(tmp_path)
+    for name in ("a", "b"):
+        write_safetensors(tmp_path / f"{name}.safetensors", read_tensors(golden / "llama"))
+    assert "2 safetensors files and no model.safetensors.index.json" in refusal_of(tmp_path)

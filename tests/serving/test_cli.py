@@ -1,0 +1,175 @@
+"""The command line: what goes to which stream, and one line with exit status 2 for everything a user can get wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import serving_fakes
+from serving_fakes import FakeBatcher
+
+from kv_common import __version__
+from kv_serving import cli
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def parrot(monkeypatch: pytest.MonkeyPatch) -> FakeBatcher:
+    """A model that answers the first request with `hello` and the second with `good bye`."""
+    monkeypatch.setattr(cli, "open_model", cli.open_model)  # so that what install() replaces is put back
+    monkeypatch.setattr(cli, "start_engine", cli.start_engine)
+    return serving_fakes.install(["hello", "good bye"])
+
+
+def run_child(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "JAX_PLATFORMS": "cpu", "PATH": ""}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def test_one_prompt_prints_its_text_and_the_facts_apart(
+    parrot: FakeBatcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["generate", "parrot", "--prompt", "hi", "--seed", "3"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "hello\n"
+    assert captured.err.startswith("6 tokens; prefill 8 tokens at ")
+    assert captured.err.endswith("; 3 of 20 pages used; reference kernels on cpu\n")
+    assert parrot.submitted[0][1].seed == 3
+
+
+def test_several_prompts_are_one_batch_under_headings(parrot: FakeBatcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "parrot", "--prompt", "hi", "--prompt", "two\nlines", "--stop", "bye"]) == 0
+    assert capsys.readouterr().out == "== hi\nhello\n\n== two lines\ngood \n"
+    assert parrot.steps <= 10
+
+
+def test_json_is_one_object_and_nothing_else(parrot: FakeBatcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "parrot", "--prompt", "hi", "--raw", "--max-tokens", "3", "--json"]) == 0
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert answer["results"] == [
+        {
+            "prompt": "hi",
+            "text": "hel",
+            "finish_reason": "length",
+            "prompt_tokens": 2,
+            "tokens": [ord("h"), ord("e"), ord("l")],
+        }
+    ]
+    assert answer["pages"] == {"peak": 3, "usable": 20, "tokens_per_page": 16}
+    assert answer["provider"] == "reference"
+    assert captured.err == ""
+
+
+def test_chat_answers_line_by_line(
+    parrot: FakeBatcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hi", "/exit"])
+    monkeypatch.setattr(cli, "_read_line", lambda: next(lines))
+    assert cli.run(["chat", "parrot"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "hello\n"
+    assert captured.err.startswith("parrot. /reset begins")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "parrot"], "there is no prompt: give --prompt TEXT"),
+        (["generate", "parrot", "--prompt", ""], "the prompt is empty"),
+        (["generate", "parrot", "--prompt", "x" * 200], "the prompt has 206 tokens"),
+        (["generate", "parrot", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
+        (["generate", "parrot", "--prompt", "x", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
+        (["generate", "parrot", "--prompt", "x", "--temperature", "nan"], "temperature is nan"),
+        (["generate", "parrot", "--prompt", "x", "--top-p", "2"], "top_p is 2"),
+        (["generate", "parrot", "--prompt", "x", "--kv-pool-bytes", "lots"], "'lots' is not a byte size"),
+        (["generate", "parrot", "--prompt", "x", "--tokens-per-page", "0"], "tokens_per_page is 0"),
+        (["generate", "parrot", "--prompt", "x", "--stop", ""], "a stop string is empty"),
+        (["generate", "parrot", "--prompt", "x", "--raw", "--system", "y"], "a raw prompt has no system message"),
+        (["chat", "parrot", "--kv-pool-bytes", "0"], "'0' is less than one byte"),
+        (["generate"], "Missing argument 'MODEL'"),
+        (["generate", "parrot", "--promt", "x"], "No such option"),
+        (["generat"], "No such command 'generat'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    parrot: FakeBatcher, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"jaxkv: {message}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x"], ["inspect"], ["chat"]])
+def test_a_model_that_is_not_there_is_one_line_and_status_2(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "no-model.gguf")
+    assert cli.run([*command, missing]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"jaxkv: {missing}")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_read_is_one_line(
+    parrot: FakeBatcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, dtype: str, console: object) -> None:
+        raise PermissionError(13, "Permission denied", source)
+
+    monkeypatch.setattr(cli, "open_model", refuse)
+    assert cli.run(["inspect", "secret.gguf"]) == 2
+    assert capsys.readouterr().err == "jaxkv: Permission denied: secret.gguf\n"
+
+
+def test_ctrl_c_exits_with_130(parrot: FakeBatcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "open_model", interrupt)
+    assert cli.run(["generate", "parrot", "--prompt", "x"]) == 130
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxkv {__version__}\n"
+
+
+def test_the_bare_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+def test_help_and_version_do_not_import_jax() -> None:
+    child = run_child("import sys, kv_serving.cli; print('jax' in sys.modules)")
+    assert child.communicate(timeout=60) == ("False\n", "")
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    code = "import serving_fakes; serving_fakes.install(['word ' * 5000]); from kv_serving.cli import main; main()"
+    child = run_child(code, "generate", "parrot", "--prompt", "x", "--max-tokens", "20000")
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    child.stderr.close()
+    assert child.wait(timeout=60) in (0, 1)
+
+
+@pytest.mark.slow
+def test_a_real_model_generates_from_the_command_line(smollm2_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prompt", "What is the capital of France?", "--max-tokens", "12", "--kv-pool-bytes", "64MiB"]
+    assert cli.run(["generate", str(smollm2_gguf), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert "Paris" in captured.out
+    assert "pages used" in captured.err
