@@ -148,6 +148,14 @@ class Scheduler:
             raise UnknownRequestError(f"request {request_id} is neither waiting nor running; it may have finished already")
         self._builder.release_request(handle)
 
+    def preempt(self, request_id: int) -> bool:
+        """Send a running request back to the queue with its tokens, all of which the host must know; False where it does not run."""
+        handle = self._handles.get(request_id)
+        if handle is None or self.running.held[handle.row]:
+            return False
+        self._preempt(handle.row)
+        return True
+
     def check_invariants(self) -> None:
         """Raises InvariantError where pages, references or the dirty set disagree with what the rows hold."""
         holders = self.request_map.holders(self.layout.num_pages)

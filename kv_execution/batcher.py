@@ -87,7 +87,10 @@ class Batcher:
             if plan is None and self._unfinished:
                 raise OutOfPagesError(1, self._runtime.scheduler.allocator.free_pages)
             return []
-        outputs = self._runtime.collect(previous)
+        return self._collect(previous)
+
+    def _collect(self, step: DispatchedStep) -> list[TokenOutput]:
+        outputs = self._runtime.collect(step)
         for output in outputs:
             if output.finish_reason is not None:
                 self._end(output.request_id)
@@ -99,6 +102,20 @@ class Batcher:
             return False
         self._end(request_id)
         return True
+
+    def preempt(self, request_id: int) -> bool:
+        """Take a running request's pages away; it keeps its tokens, returns to the queue, and continues where it was.
+
+        False where it does not run, so that there is nothing to take.
+        """
+        self._drain()
+        return request_id in self._unfinished and self._runtime.scheduler.preempt(request_id)
+
+    def _drain(self) -> None:
+        """Wait for the step on the device, so that the host knows every token."""
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            self._undelivered += self._collect(in_flight)
 
     def _new_request(self, prompt: NDArray[np.int32], params: SamplingParams, priority: int) -> Request:
         params.check_vocabulary(self._spec.vocab_size)

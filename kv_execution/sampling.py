@@ -24,13 +24,13 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 Column: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[Any]]
-"""One parameter of every row: the host fills it with numpy, the step sees a jax array."""
+"""One number (or more) of every row: numpy on the host, a jax array in the step."""
 
 
 class SamplingInputs(NamedTuple):
     """One step's sampling parameters, each [rows], meaning what they mean in `SamplingParams`.
 
-    A padding row is all zeros: greedy, nothing asked, its token ignored.
+    A padding row has temperature and position 0 and asks for nothing; its token means nothing.
 
     `seed` [rows, 2] u32 holds the words of `seed_words`; `bias_count` counts valid entries of the row's bias arrays;
     `position` is the index of the token being sampled, which is the number of tokens known so far; the first
@@ -41,7 +41,7 @@ class SamplingInputs(NamedTuple):
     top_k: Column  # i32
     top_p: Column  # f32
     min_p: Column  # f32
-    repetition_penalty: Column  # f32; 0 is off too
+    repetition_penalty: Column  # f32
     presence_penalty: Column  # f32
     frequency_penalty: Column  # f32
     seed: Column  # u32 [rows, 2]
@@ -63,10 +63,10 @@ class SamplerState(NamedTuple):
 class Sampled(NamedTuple):
     """One token per row. Entries past a row's `top_logprobs` are id -1 and log-probability -inf."""
 
-    token: jax.Array  # i32 [rows]
-    logprob: jax.Array  # f32 [rows]
-    top_ids: jax.Array  # i32 [rows, MAX_TOP_LOGPROBS], most likely first, ties by lower id
-    top_logprobs: jax.Array  # f32 [rows, MAX_TOP_LOGPROBS]
+    token: Column  # i32 [rows]
+    logprob: Column  # f32 [rows]
+    top_ids: Column  # i32 [rows, MAX_TOP_LOGPROBS], most likely first, ties by lower id
+    top_logprobs: Column  # f32 [rows, MAX_TOP_LOGPROBS]
 
 
 def empty_sampler_state(max_requests: int, max_context: int) -> SamplerState:
@@ -92,7 +92,7 @@ def _set_bias_row(state: SamplerState, row: jax.Array, ids: jax.Array, values: j
     return state._replace(bias_ids=state.bias_ids.at[row].set(ids), bias_values=state.bias_values.at[row].set(values))
 
 
-def record_tokens(state: SamplerState, history_row: jax.Array, position: jax.Array, token: jax.Array) -> SamplerState:
+def record_tokens(state: SamplerState, history_row: Column, position: Column, token: Column) -> SamplerState:
     """Write tokens [n] at (history_row [n], position [n]); a pair outside the history, padding say, writes nothing."""
     history = state.history.at[history_row, position].set(token, mode="drop", wrap_negative_indices=False)
     return state._replace(history=history)
@@ -129,7 +129,8 @@ def process_logits(logits: jax.Array, inputs: SamplingInputs, state: SamplerStat
 
     def penalize_repetition(logits: jax.Array) -> jax.Array:
         seen = _occurrences(state, inputs, jnp.zeros_like(inputs.position), vocab_size) > 0
-        return jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+        penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        return jnp.where(seen, _below_infinity(penalized), logits)
 
     def penalize_generated(logits: jax.Array) -> jax.Array:
         count = _occurrences(state, inputs, inputs.prompt_len, vocab_size)
@@ -137,7 +138,6 @@ def process_logits(logits: jax.Array, inputs: SamplingInputs, state: SamplerStat
 
     def temper_and_filter(logits: jax.Array) -> jax.Array:
         tempered = _below_infinity(logits / jnp.where(random, inputs.temperature, 1)[:, None])
-        tempered = jnp.where(random[:, None], tempered, logits)
         for filter_logits, parameter, asked in (
             (_top_k_filter, inputs.top_k, inputs.top_k > 0),
             (_top_p_filter, inputs.top_p, inputs.top_p < 1),
@@ -148,9 +148,8 @@ def process_logits(logits: jax.Array, inputs: SamplingInputs, state: SamplerStat
             )
         return tempered
 
-    penalizes = (inputs.repetition_penalty != 1) & (inputs.repetition_penalty != 0)
     logits = _below_infinity(logits)
-    logits = _where_asked(penalizes, penalize_repetition, logits)
+    logits = _where_asked(inputs.repetition_penalty != 1, penalize_repetition, logits)
     logits = _where_asked((inputs.presence_penalty != 0) | (inputs.frequency_penalty != 0), penalize_generated, logits)
     logits = _where_asked(inputs.bias_count > 0, partial(_add_bias, inputs=inputs, state=state), logits)
     return _where_asked(random, temper_and_filter, logits)

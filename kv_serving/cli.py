@@ -4,6 +4,7 @@ Contract: text goes to stdout, everything about it (progress, the closing line, 
 get wrong is one line `jaxkv: ...` and exit status 2, never a traceback; Ctrl-C exits with 130; a closed pipe is quiet.
 """
 
+import contextlib
 import io
 import json
 import sys
@@ -124,6 +125,8 @@ def chat(
     from kv_execution import EngineConfig
 
     config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page, max_requests=1)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (with it input() edits lines and recalls earlier ones; not every platform has it)
     progress = Console(stderr=True)
     loaded = open_model(model, dtype, progress)
     params = SamplingOptions(

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 def summary_line(report: RunReport, plan: "EnginePlan", stats: "EngineStats") -> str:
     """Tokens a second for prefill and decode, pages used, and the provider."""
     return (
-        f"{report.generated_tokens} tokens; prefill {_rate(report.prompt_tokens, report.prefill_s)}, "
+        f"generated {report.generated_tokens} tokens; prefill {_rate(report.prompt_tokens, report.prefill_s)}, "
         f"decode {_rate(report.decode_tokens, report.decode_s)}; "
         f"{stats.peak_pages_in_use} of {plan.layout.usable_pages} pages used; "
-        f"{plan.provider} kernels on {plan.platform}"
+        f"provider {plan.provider} on {plan.platform}"
     )
 
 
@@ -48,6 +48,4 @@ def summary_object(
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    if not tokens or seconds <= 0:
-        return f"{tokens} tokens"
-    return f"{tokens} tokens at {tokens / seconds:.1f}/s"
+    return f"{tokens / seconds:.1f} tokens/s" if tokens and seconds > 0 else "of no tokens"

@@ -75,6 +75,18 @@ def test_moving_a_letter_across_a_boundary_changes_the_digest() -> None:
     assert one.digest() != other.digest()
 
 
+@pytest.mark.parametrize("tag", "0bifsytn")
+def test_a_value_cannot_imitate_the_boundary_between_two(tag: str) -> None:
+    assert with_rope((f"a{tag}b", "c")) != with_rope(("a", f"b{tag}c"))
+
+
+def test_the_names_of_the_fields_are_part_of_the_digest() -> None:
+    # The same values under another name, as after renaming a field: an old cache on disk must not be hit.
+    names = ["provenance" if name == "revision" else name for name in FIELD_NAMES]
+    renamed = dataclasses.make_dataclass("Renamed", names)(*(getattr(BASE, name) for name in FIELD_NAMES))
+    assert CacheNamespace.digest(renamed) != BASE.digest()
+
+
 @pytest.mark.parametrize(
     ("left", "right"), [(1, 1.0), (1, True), (1, "1"), ("1", b"1"), (None, ""), (None, ()), (0, False), (0.0, -0.0)]
 )

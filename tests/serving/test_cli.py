@@ -40,8 +40,8 @@ def test_one_prompt_prints_its_text_and_the_facts_apart(
     assert cli.run(["generate", "parrot", "--prompt", "hi", "--seed", "3"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "hello\n"
-    assert captured.err.startswith("6 tokens; prefill 8 tokens at ")
-    assert captured.err.endswith("; 3 of 20 pages used; reference kernels on cpu\n")
+    assert captured.err.startswith("generated 6 tokens; prefill ")
+    assert captured.err.endswith("; 3 of 20 pages used; provider reference on cpu\n")
     assert parrot.submitted[0][1].seed == 3
 
 

@@ -1,0 +1,107 @@
+"""A request yields the same tokens whatever happens around it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_case import golden_model, golden_prompts, make_engine
+
+from kv_execution import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, top_k=40, top_p=0.95, seed=1234)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[np.ndarray]:
+    return golden_prompts("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(prompts) -> dict[str, list[tuple[int, ...]]]:
+    """Tokens of every prompt run alone, one engine for all."""
+    engine = make_engine(golden_model("llama"))
+    return {
+        name: [engine.generate([prompt], params)[0].tokens for prompt in prompts]
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
+    }
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_a_prompt_computed_in_chunks_continues_as_a_whole_one(chunk, prompts, expected):
+    engine = make_engine(golden_model("llama"), max_step_tokens=chunk, max_requests=1)
+    for index, prompt in enumerate(prompts):
+        assert engine.generate([prompt], GREEDY)[0].tokens == expected["greedy"][index]
+        assert engine.generate([prompt], SAMPLED)[0].tokens == expected["sampled"][index]
+
+
+def test_neighbours_that_come_and_go_change_nothing(prompts, expected):
+    engine = make_engine(golden_model("llama"), max_requests=16, max_step_tokens=64, debug=True)
+    batcher = engine.batcher()
+    rng = np.random.default_rng(0)
+    tokens: dict[int, list[int]] = {}
+    wanted: dict[int, tuple[int, ...]] = {}
+    submitted = 0
+    while submitted < 60 or batcher.has_unfinished:
+        while submitted < 60 and len(tokens) - sum(len(wanted[key]) == len(got) for key, got in tokens.items()) < 16:
+            index = int(rng.integers(4))
+            kind, params = (("greedy", GREEDY), ("sampled", SAMPLED))[int(rng.integers(2))]
+            length = int(rng.integers(1, 25))
+            request = batcher.submit(prompts[index], replace(params, max_tokens=length))
+            tokens[request], wanted[request] = [], expected[kind][index][:length]
+            submitted += 1
+        for output in batcher.step():
+            tokens[output.request_id].append(output.token)
+    assert {key: tuple(got) for key, got in tokens.items()} == wanted
+    assert engine.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_a_preemption_at_any_step_changes_nothing(name, prompts, expected):
+    engine = make_engine(golden_model("llama"), max_step_tokens=16, debug=True)
+    batcher = engine.batcher()
+    params = {"greedy": GREEDY, "sampled": SAMPLED}[name]
+    for index in (1, 2):
+        steps = -(-len(prompts[index]) // 16) + 23  # the last chunk samples the first of the 24 tokens
+        for preempted_at in range(1, steps):
+            request = batcher.submit(prompts[index], params)
+            tokens = []
+            for step in range(10 * steps):
+                if step == preempted_at:
+                    assert batcher.preempt(request)
+                tokens += [output.token for output in batcher.step()]
+                if not batcher.has_unfinished:
+                    break
+            assert tuple(tokens) == expected[name][index], f"preempted before step {preempted_at}"
+    assert engine.stats().pages_in_use == 0
+
+
+def test_a_seed_gives_the_same_tokens_at_any_batch_and_row(prompts, expected):
+    engine = make_engine(golden_model("llama"))
+    for batch in (1, 4):
+        for row in range(batch):
+            others = [prompts[0]] * batch
+            others[row] = prompts[2]
+            params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.3, seed=7 + i) for i in range(batch)]
+            params[row] = SAMPLED
+            assert engine.generate(others, params)[row].tokens == expected["sampled"][2]
+
+
+def test_another_seed_gives_other_tokens(prompts, expected):
+    other = make_engine(golden_model("llama")).generate([prompts[2]], replace(SAMPLED, seed=1235))[0].tokens
+    assert other != expected["sampled"][2]
+
+
+def test_handles_driven_by_hand_give_the_same(prompts, expected):
+    engine = make_engine(golden_model("llama"), debug=True)
+    tokens: dict = {}
+    for prompt in prompts[:3]:
+        first = engine.prefill_paged(prompt, GREEDY)
+        tokens[first.handle] = [first.token]
+    while step := engine.generate_paged():
+        for handle, output in step.items():
+            tokens[handle].append(output.token)
+    for handle, index in zip(list(tokens), range(3), strict=True):
+        assert tuple(tokens[handle]) == expected["greedy"][index]
+        engine.release(handle)
+    assert engine.stats().pages_in_use == 0

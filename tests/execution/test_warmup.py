@@ -1,0 +1,60 @@
+"""After warm-up nothing compiles."""
+
+import logging
+
+import jax
+import numpy as np
+from engine_case import golden_model, make_engine
+
+from kv_execution import SamplingParams
+
+
+def test_a_random_trace_after_warm_up_traces_and_compiles_nothing(caplog):
+    engine = make_engine(golden_model("llama"), max_requests=3, max_step_tokens=24, pages=14, debug=True)
+    shapes = engine.warmup_paged()
+    assert shapes == engine.describe().shapes
+    # One program of the network per shape, and one of the sampler per number of rows.
+    assert engine.stats().traces == len(shapes) + len({shape.rows for shape in shapes})
+    traces = engine.stats().traces
+    rng = np.random.default_rng(0)
+    batcher = engine.batcher()
+    submitted = 0
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        while submitted < 200 or batcher.has_unfinished:
+            for _ in range(int(rng.integers(0, 4)) if submitted < 200 else 0):
+                submitted += 1
+                params = SamplingParams(
+                    max_tokens=int(rng.integers(1, 12)),
+                    temperature=float(rng.choice([0.0, 1.0])),
+                    top_k=int(rng.choice([0, 5])),
+                    top_p=float(rng.choice([1.0, 0.9])),
+                    repetition_penalty=float(rng.choice([1.0, 1.2])),
+                    presence_penalty=float(rng.choice([0.0, 0.5])),
+                    logit_bias={int(rng.integers(320)): 1.0} if rng.integers(2) else {},
+                    top_logprobs=int(rng.choice([0, 3])),
+                    seed=int(rng.integers(1000)),
+                )
+                batcher.submit(rng.integers(0, 320, int(rng.integers(1, 90))), params)
+            batcher.step()
+    assert engine.stats().traces == traces
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+    assert engine.stats().preemptions > 0, "the trace was meant to run out of pages"
+
+
+def test_warm_up_reports_each_shape_before_it_compiles():
+    engine = make_engine(golden_model("llama"), max_requests=1, max_step_tokens=16)
+    seen = []
+    engine.warmup_paged(lambda done, shape: seen.append((done, shape)))
+    assert seen == list(enumerate(engine.describe().shapes))
+
+
+def test_warm_up_disturbs_no_request_that_is_running():
+    engine = make_engine(golden_model("llama"))
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = engine.generate([[5, 6, 7]], params)[0].tokens
+    first = engine.prefill_paged([5, 6, 7], params)
+    engine.warmup_paged()
+    tokens = [first.token]
+    while step := engine.generate_paged():
+        tokens.append(step[first.handle].token)
+    assert tuple(tokens) == expected
