@@ -1,7 +1,8 @@
 """Requests that wait for a row: new ones, and those that were preempted.
 
-Order is priority (higher first), then arrival; a preempted request keeps the arrival number it was given at submit, so it returns
-to its old place and not to the end. Removal by id is lazy: the heap entry stays and is skipped when it surfaces.
+Order is priority (higher first), then arrival; a preempted request keeps the arrival number it was given at submit,
+so it returns to its old place and not to the end. Removal by id is lazy: the heap entry stays and is skipped when it
+surfaces.
 """
 
 import heapq
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 class QueuedRequest:
     """A request outside the pool: everything that is needed to start it, or to start it again.
 
-    `token_ids` [tokens] int32 is the prompt and whatever was generated before a preemption; `prompt_len` says where the prompt
-    ends. `max_tokens_total` bounds prompt and generated tokens together.
+    `token_ids` [tokens] int32 is the prompt and whatever was generated before a preemption; `prompt_len` says where
+    the prompt ends. `max_tokens_total` bounds prompt and generated tokens together.
     """
 
     request_id: int

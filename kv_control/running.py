@@ -1,8 +1,9 @@
 """The state of requests that hold a row, as arrays indexed by row.
 
-`num_tokens` counts the tokens of a row that exist, the one that the device is sampling right now included; `num_known` those whose
-ids have reached the host; `kv_len` those whose K/V has been written or is being written. A row has work while its K/V is behind
-its tokens. The last token that a request may ever have needs no K/V, so `kv_len` stops one short of `max_tokens_total`.
+`num_tokens` counts the tokens of a row that exist, the one that the device is sampling right now included;
+`num_known` those whose ids have reached the host; `kv_len` those whose K/V has been written or is being written. A
+row has work while its K/V is behind its tokens. The last token that a request may ever have needs no K/V, so `kv_len`
+stops one short of `max_tokens_total`.
 """
 
 import numpy as np

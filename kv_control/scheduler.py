@@ -1,10 +1,11 @@
 """Which tokens the next step computes: continuous batching under one token budget.
 
-Rows that need one token go first, then prefill chunks, then requests admitted from the queue. Pages go by seniority (priority, then
-arrival): when they run out the most junior request is preempted, which frees its pages and keeps its tokens, until the seniors fit.
-The most senior request can therefore always go on, which bounds the number of steps of any workload. A request is admitted
-only where pages for all its tokens are free beyond those that running rows still have to take, so it does not push out at once
-what was admitted before it. Nothing changes where a step cannot be formed.
+Rows that need one token go first, then prefill chunks, then requests admitted from the queue. Pages go by seniority
+(priority, then arrival): when they run out the most junior request is preempted, which frees its pages and keeps its
+tokens, until the seniors fit. The most senior request can therefore always go on, which bounds the number of steps of
+any workload. A request is admitted only where pages for all its tokens are free beyond those that running rows still
+have to take, so it does not push out at once what was admitted before it. Nothing changes where a step cannot be
+formed.
 """
 
 from typing import NamedTuple
@@ -33,8 +34,9 @@ class UnknownRequestError(JaxkvError):
 class StepPlan(NamedTuple):
     """One step: what to compute, and which rows sample a token at its end.
 
-    rows, epochs, request_ids, positions, samples: [n] in the order of `table`; `positions` is the index that the row's next token
-    will have in its sequence. token_ids, token_rows: [tokens], ids being ON_DEVICE where only the device knows them.
+    rows, epochs, request_ids, positions, samples: [n] in the order of `table`; `positions` is the index that the
+    row's next token will have in its sequence. token_ids, token_rows: [tokens], ids being ON_DEVICE where only the
+    device knows them.
     """
 
     rows: Int64Array
@@ -53,13 +55,11 @@ class StepPlan(NamedTuple):
 class Scheduler:
     """Owns the queue, the running rows, and through the step builder the pages and the request map."""
 
-    def __init__(
-        self, layout: KvStorageLayoutV1, *, max_requests: int, max_step_tokens: int, max_context: int
-    ) -> None:
+    def __init__(self, layout: KvStorageLayoutV1, *, max_requests: int, max_step_tokens: int, max_context: int) -> None:
         if max_step_tokens < max_requests:
             raise JaxkvError(
-                f"max_step_tokens {max_step_tokens} is below max_requests {max_requests}, so a step could not give every "
-                f"running request a token; raise the first or lower the second"
+                f"max_step_tokens {max_step_tokens} is below max_requests {max_requests}, so a step could not give "
+                f"every running request a token; raise the first or lower the second"
             )
         self.layout = layout
         self.max_context = max_context
@@ -80,7 +80,9 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._handles)
 
-    def submit(self, request_id: int, token_ids: Int32Array, *, max_new_tokens: int, priority: int = 0) -> QueuedRequest:
+    def submit(
+        self, request_id: int, token_ids: Int32Array, *, max_new_tokens: int, priority: int = 0
+    ) -> QueuedRequest:
         """Queue a request of `token_ids` [tokens] int32; what comes back says how long it may get.
 
         Raises RequestTooLargeError where the prompt fills the context or the pool could not hold the request alone.
@@ -92,7 +94,8 @@ class Scheduler:
     def hold(self, request_id: int, token_ids: Int32Array, *, max_new_tokens: int) -> RequestHandle:
         """Give a request a row at once; only `schedule_held` moves it, and it is never preempted.
 
-        Raises what `submit` raises, NoFreeRowError where no row is free, and OutOfPagesError where its prompt does not fit.
+        Raises what `submit` raises, NoFreeRowError where no row is free, and OutOfPagesError where its prompt does
+        not fit.
         """
         request = self._new_request(request_id, token_ids, max_new_tokens, 0)
         needed = self.layout.pages_for(len(token_ids))
@@ -103,8 +106,8 @@ class Scheduler:
     def schedule(self, *, may_preempt: bool = True) -> StepPlan | None:
         """The next step over queued and running requests, or None where none can be formed.
 
-        Pass `may_preempt=False` while tokens of an earlier step are on the device: a request may only be preempted when all of its
-        tokens are known. None then means that the step needs a preemption first.
+        Pass `may_preempt=False` while tokens of an earlier step are on the device: a request may only be preempted
+        when all of its tokens are known. None then means that the step needs a preemption first.
         """
         running = self.running
         rows = running.by_seniority(np.flatnonzero(self.request_map.live & ~running.held))
@@ -125,7 +128,9 @@ class Scheduler:
         return self._plan(rows[decodes_first], grant[decodes_first], admitted, preempted)
 
     def schedule_held(self, rows: Int64Array) -> StepPlan:
-        """The next step of the held `rows` [n], all of which have work. Raises OutOfPagesError, with nothing changed."""
+        """The next step of the held `rows` [n], all of which have work. Raises OutOfPagesError, with nothing
+        changed.
+        """
         want = self.running.kv_goal(rows) - self.running.kv_len[rows]
         grant = self._within_budget(want)
         return self._plan(rows[grant > 0], grant[grant > 0], (), ())
@@ -145,11 +150,15 @@ class Scheduler:
             return
         handle = self._handles.pop(request_id, None)
         if handle is None:
-            raise UnknownRequestError(f"request {request_id} is neither waiting nor running; it may have finished already")
+            raise UnknownRequestError(
+                f"request {request_id} is neither waiting nor running; it may have finished already"
+            )
         self._builder.release_request(handle)
 
     def preempt(self, request_id: int) -> bool:
-        """Send a running request back to the queue with its tokens, all of which the host must know; False where it does not run."""
+        """Send a running request back to the queue with its tokens, all of which the host must know; False where it
+        does not run.
+        """
         handle = self._handles.get(request_id)
         if handle is None or self.running.held[handle.row]:
             return False
@@ -162,22 +171,22 @@ class Scheduler:
         self.allocator.check_invariants(holders)
         self.allocator.require_clean(np.flatnonzero(holders))
 
-    def _new_request(
-        self, request_id: int, token_ids: Int32Array, max_new_tokens: int, priority: int
-    ) -> QueuedRequest:
+    def _new_request(self, request_id: int, token_ids: Int32Array, max_new_tokens: int, priority: int) -> QueuedRequest:
         tokens = len(token_ids)
         if tokens < 1:
             raise RequestTooLargeError("the prompt is empty; give at least one token")
         if tokens >= self.max_context:
             raise RequestTooLargeError(
-                f"the prompt has {tokens} tokens and the context holds {self.max_context}, one of them for the answer; shorten the prompt"
+                f"the prompt has {tokens} tokens and the context holds {self.max_context}, one of them for the answer; "
+                f"shorten the prompt"
             )
         total = min(tokens + max_new_tokens, self.max_context)
         needed = self.layout.pages_for(total - 1)
         if needed > self.layout.usable_pages:
             raise RequestTooLargeError(
-                f"{tokens} prompt tokens and {total - tokens} new ones need {needed} pages of {self.layout.tokens_per_page} tokens "
-                f"and the pool has {self.layout.usable_pages}; raise kv_pool_bytes or lower max_tokens"
+                f"{tokens} prompt tokens and {total - tokens} new ones need {needed} pages of "
+                f"{self.layout.tokens_per_page} tokens and the pool has {self.layout.usable_pages}; "
+                "raise kv_pool_bytes or lower max_tokens"
             )
         self._arrivals += 1
         return QueuedRequest(request_id, token_ids, tokens, total, priority, self._arrivals)
@@ -204,7 +213,9 @@ class Scheduler:
     def _fit_pages(
         self, rows: Int64Array, grant: Int64Array, may_preempt: bool
     ) -> tuple[Int64Array, Int64Array, tuple[int, ...]] | None:
-        """Cut or preempt from the junior end until the pages suffice; None where that needs a preemption that may not happen."""
+        """Cut or preempt from the junior end until the pages suffice; None where that needs a preemption that may not
+        happen.
+        """
         preempted: list[int] = []
         while len(rows):
             need = self._pages_needed(rows, grant)

@@ -1,7 +1,8 @@
 """Continuous batching: submit at any time, step, and take the tokens as they come.
 
-One step stays on the device while the host plans the next, so `step` returns the tokens of the step before the one it starts. A
-request that ends on a stop token is therefore known to have ended one step late; what that step computed for it is dropped.
+One step stays on the device while the host plans the next, so `step` returns the tokens of the step before the one it
+starts. A request that ends on a stop token is therefore known to have ended one step late; what that step computed
+for it is dropped.
 """
 
 import itertools
@@ -24,7 +25,9 @@ class PromptError(JaxkvError):
 
 
 def checked_prompt(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> NDArray[np.int32]:
-    """`token_ids` as int32 [tokens]. Raises PromptError where it is empty, not whole numbers, or outside the vocabulary."""
+    """`token_ids` as int32 [tokens]. Raises PromptError where it is empty, not whole numbers, or outside the
+    vocabulary.
+    """
     prompt = np.asarray(token_ids)
     if prompt.size == 0:
         raise PromptError("the prompt is empty; give at least one token")
@@ -58,9 +61,12 @@ class Batcher:
     ) -> int:
         """Queue a request and return its id; a higher `priority` goes first.
 
-        Raises PromptError, SamplingParamsError for ids outside the vocabulary, and RequestTooLargeError; nothing is queued then.
+        Raises PromptError, SamplingParamsError for ids outside the vocabulary, and RequestTooLargeError; nothing is
+        queued then.
         """
-        request = self._new_request(checked_prompt(token_ids, self._spec.vocab_size), params or SamplingParams(), priority)
+        request = self._new_request(
+            checked_prompt(token_ids, self._spec.vocab_size), params or SamplingParams(), priority
+        )
         self._unfinished.add(request.request_id)
         return request.request_id
 
@@ -120,9 +126,7 @@ class Batcher:
     def _new_request(self, prompt: NDArray[np.int32], params: SamplingParams, priority: int) -> Request:
         params.check_vocabulary(self._spec.vocab_size)
         request_id = next(self._request_ids)
-        queued = self._runtime.scheduler.submit(
-            request_id, prompt, max_new_tokens=params.max_tokens, priority=priority
-        )
+        queued = self._runtime.scheduler.submit(request_id, prompt, max_new_tokens=params.max_tokens, priority=priority)
         request = make_request(request_id, len(prompt), queued.max_tokens_total, params, self._spec)
         self._runtime.requests[request_id] = request
         return request

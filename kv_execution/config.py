@@ -14,14 +14,12 @@ class EngineConfig:
     """The settings of a `PagedEngine`.
 
     Attributes:
-        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included.
-        tokens_per_page: tokens in a page.
-        max_requests: requests that run at once; more wait.
-        max_step_tokens: the token budget of one step, which also bounds a prefill chunk.
-        max_context: longest prompt plus answer in tokens; None for the model's own limit.
-        kv_dtype: dtype of the pools; None for the model's compute dtype.
-        provider: kernel provider by name, or `auto`.
-        unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy a layer's
+        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included. tokens_per_page: tokens in a
+        page. max_requests: requests that run at once; more wait. max_step_tokens: the token budget of one step, which
+        also bounds a prefill chunk. max_context: longest prompt plus answer in tokens; None for the model's own
+        limit. kv_dtype: dtype of the pools; None for the model's compute dtype. provider: kernel provider by name, or
+        `auto`. unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend
+        would copy a layer's
             weights out of their stack.
         debug: check every invariant after every step, and fill freed pages with NaN so that any read of one is loud.
     """
@@ -47,6 +45,6 @@ class EngineConfig:
             )
         if self.max_step_tokens < self.max_requests:
             raise EngineConfigError(
-                f"max_step_tokens {self.max_step_tokens} is below max_requests {self.max_requests}, so a step could not give "
-                f"every running request a token; raise the first or lower the second"
+                f"max_step_tokens {self.max_step_tokens} is below max_requests {self.max_requests}, so a "
+                "step could not give every running request a token; raise the first or lower the second"
             )

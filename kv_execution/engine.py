@@ -1,9 +1,10 @@
 """The engine: what a user holds. It plans memory and shapes, owns the runtime, and offers two ways of running requests.
 
-By hand, with handles: `prefill_paged`, `generate_paged`, `release`; pages stay with a handle until it is released. Or in
-bulk: `batcher` for continuous batching, `generate` for a list. Both share one runtime, so they may be mixed.
+By hand, with handles: `prefill_paged`, `generate_paged`, `release`; pages stay with a handle until it is released. Or
+in bulk: `batcher` for continuous batching, `generate` for a list. Both share one runtime, so they may be mixed.
 """
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -84,7 +85,8 @@ class PagedEngine:
         spec = model.spec
         if config.max_context is not None and config.max_context > spec.max_context:
             raise EngineConfigError(
-                f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} was made for; lower it"
+                f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} "
+                f"was made for; lower it"
             )
         self._layout = layout_for_budget(
             pool_bytes=config.kv_pool_bytes,
@@ -94,7 +96,9 @@ class PagedEngine:
             tokens_per_page=config.tokens_per_page,
             dtype=config.kv_dtype or spec.dtype,
         )
-        self._buckets = ShapeBuckets(config.max_requests, config.max_step_tokens, config.max_context or spec.max_context)
+        self._buckets = ShapeBuckets(
+            config.max_requests, config.max_step_tokens, config.max_context or spec.max_context
+        )
         needs = KernelNeeds(
             platform=jax.default_backend(),
             kv_dtype=self._layout.dtype,
@@ -133,7 +137,9 @@ class PagedEngine:
         )
 
     def init_paged_runtime(self) -> EnginePlan:
-        """Allocate pools, page map and device state, and say what was allocated. A second call starts afresh, with what is compiled kept."""
+        """Allocate pools, page map and device state, and say what was allocated. A second call starts afresh, with
+        what is compiled kept.
+        """
         layout = self._layout
         self._runtime = PagedRuntime(
             self.model.params,
@@ -157,7 +163,9 @@ class PagedEngine:
         return self.describe()
 
     def warmup_paged(self, progress: Callable[[int, StepShape], None] | None = None) -> tuple[StepShape, ...]:
-        """Compile every shape that a step can have; `progress(done, shape)` is called before each. Returns the shapes."""
+        """Compile every shape that a step can have; `progress(done, shape)` is called before each. Returns the
+        shapes.
+        """
         shapes = self._buckets.reachable()
         self._require_runtime().warm_up(shapes, progress)
         return shapes
@@ -167,7 +175,8 @@ class PagedEngine:
     ) -> PrefillResult:
         """Compute a prompt's K/V and its first token; other requests stand still meanwhile.
 
-        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is held then.
+        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
+        held then.
         """
         runtime, params = self._require_runtime(), params or SamplingParams()
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
@@ -179,11 +188,16 @@ class PagedEngine:
         runtime.requests[request_id] = request
         runtime.assign(handle.row, request)
         self._held[request_id] = handle
-        outputs: list[TokenOutput] = []
-        while not outputs:
-            outputs = self._run_held([handle])
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.release, handle)
+            outputs: list[TokenOutput] = []
+            while not outputs:
+                outputs = self._run_held([handle])
+            undo.pop_all()
         first = outputs[0]
-        return PrefillResult(handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, cached_tokens=0)
+        return PrefillResult(
+            handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, cached_tokens=0
+        )
 
     def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
         """One more token for every held request that has not finished.
@@ -223,9 +237,15 @@ class PagedEngine:
         `params` is one for all, or one per prompt. Raises what `Batcher.submit` raises, before anything has run.
         """
         batcher, runtime = self.batcher(), self._require_runtime()
-        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        each = (
+            [params or SamplingParams()] * len(prompts)
+            if params is None or isinstance(params, SamplingParams)
+            else params
+        )
         if len(each) != len(prompts):
-            raise EngineConfigError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or one each")
+            raise EngineConfigError(
+                f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or one each"
+            )
         submitted: list[int] = []
         try:
             for prompt, prompt_params in zip(prompts, each, strict=True):
@@ -238,7 +258,8 @@ class PagedEngine:
         return [_result(tokens) for tokens in outputs]
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Log-probabilities [tokens, vocab] of what follows each token, through the paged path; compiles its own programs.
+        """Log-probabilities [tokens, vocab] of what follows each token, through the paged path; compiles its own
+        programs.
 
         Raises what `prefill_paged` raises.
         """

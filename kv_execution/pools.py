@@ -1,7 +1,7 @@
 """The K/V page pools on the device, and the poisoning of freed pages in debug mode.
 
-Two arrays, flat over layers, made under one jit so that they are never built on the host. Whoever calls a function that donates
-them rebinds them in the same statement; nobody keeps a second reference.
+Two arrays, flat over layers, made under one jit so that they are never built on the host. Whoever calls a function
+that donates them rebinds them in the same statement; nobody keeps a second reference.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""What the engine asks of a model: sizes, parameters, and one pure function. Any object with these attributes will do."""
+"""What the engine asks of a model: sizes, parameters, and one pure function. Any object with these attributes will
+do.
+"""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -28,4 +30,6 @@ class CausalModel(Protocol):
 
     @property
     def forward(self) -> Any:
-        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits, step)`: pure, and traced under jit."""
+        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits, step)`: pure, and traced under
+        jit.
+        """

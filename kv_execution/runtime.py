@@ -1,8 +1,8 @@
 """The device side of a running engine: state, programs, and the dispatch and collection of single steps.
 
-The runtime turns a step that the scheduler planned into padded arrays, runs the program of its shape, and brings the sampled tokens
-back. Dispatch and collection are apart so that the host can plan the next step while the device works on this one. The
-state is donated and rebound in one statement.
+The runtime turns a step that the scheduler planned into padded arrays, runs the program of its shape, and brings the
+sampled tokens back. Dispatch and collection are apart so that the host can plan the next step while the device works
+on this one. The state is donated and rebound in one statement.
 """
 
 from collections.abc import Callable, Iterable
@@ -105,11 +105,15 @@ class PagedRuntime:
     def collect(self, step: DispatchedStep) -> list[TokenOutput]:
         """Wait for a step's tokens and hand them to their requests, in the order of the step's rows."""
         sampled = Sampled(*(np.asarray(array) for array in step.sampled))
-        gained = np.flatnonzero(self.scheduler.retire(step.plan, sampled.token[: len(step.plan.rows)]))
+        gained = np.flatnonzero(
+            self.scheduler.retire(step.plan, np.asarray(sampled.token[: len(step.plan.rows)], np.int32))
+        )
         return [self._accept(int(step.plan.request_ids[index]), sampled, index) for index in gained.tolist()]
 
     def score(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step of one held request and return the log-probabilities [tokens, vocab] that follow each of its tokens."""
+        """Run a step of one held request and return the log-probabilities [tokens, vocab] that follow each of its
+        tokens.
+        """
         shape = self._shape_of(plan)
         self._prepare(plan)
         inputs = self._inputs(plan, shape)

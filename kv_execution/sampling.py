@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from kv_execution.sampling_params import GREEDY_BELOW_TEMPERATURE, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from kv_kernels.scatter import write_rows
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-
 
 Column: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[Any]]
 """One number (or more) of every row: numpy on the host, a jax array in the step."""
@@ -94,7 +94,10 @@ def _set_bias_row(state: SamplerState, row: jax.Array, ids: jax.Array, values: j
 
 def record_tokens(state: SamplerState, history_row: Column, position: Column, token: Column) -> SamplerState:
     """Write tokens [n] at (history_row [n], position [n]); a pair outside the history, padding say, writes nothing."""
-    history = state.history.at[history_row, position].set(token, mode="drop", wrap_negative_indices=False)
+    max_requests, max_context = state.history.shape
+    inside = (history_row >= 0) & (history_row < max_requests) & (position >= 0) & (position < max_context)
+    flat = jnp.where(inside, history_row * max_context + position, -1)
+    history = write_rows(state.history.reshape(-1), flat, token).reshape(max_requests, max_context)
     return state._replace(history=history)
 
 

@@ -50,7 +50,9 @@ class SamplingTable:
     def inputs(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64], samples: NDArray[np.bool_], padded_rows: int
     ) -> SamplingInputs:
-        """Inputs for `rows` [n], padded to `padded_rows`; rows that do not sample, and padding, ask for nothing and record nothing."""
+        """Inputs for `rows` [n], padded to `padded_rows`; rows that do not sample, and padding, ask for nothing and
+        record nothing.
+        """
         asking = np.flatnonzero(samples)
         gathered = []
         for name, column in zip(SamplingInputs._fields, self._columns, strict=True):

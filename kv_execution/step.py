@@ -1,9 +1,9 @@
 """The jitted programs of a step: the network over the pools, then sampling, all on the device.
 
-The state (pools, token histories, logit biases) is taken by donation and returned. Token ids come from the host for prompts and from
-the history for tokens that an earlier step sampled, so that a step can be dispatched before the tokens of the last one have
-reached the host. Sampling is a program of its own, since it depends on the number of rows only: compiled into every shape of the
-network it would take half of the warm-up.
+The state (pools, token histories, logit biases) is taken by donation and returned. Token ids come from the host for
+prompts and from the history for tokens that an earlier step sampled, so that a step can be dispatched before the
+tokens of the last one have reached the host. Sampling is a program of its own, since it depends on the number of rows
+only: compiled into every shape of the network it would take half of the warm-up.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,9 @@ class DeviceState(NamedTuple):
 class ForwardInputs(NamedTuple):
     """One step's arrays, padded to its shape; int32.
 
-    token_ids, token_rows, positions, slots: [tokens]; token_ids is -1 where the history has the id, token_rows is past the last
-    request for padding. scrub_pages [entries], -1 for none. logit_rows [rows]: the last token of each row. plan: the provider's.
+    token_ids, token_rows, positions, slots: [tokens]; token_ids is -1 where the history has the id, token_rows is
+    past the last request for padding. scrub_pages [entries], -1 for none. logit_rows [rows]: the last token of each
+    row. plan: the provider's.
     """
 
     token_ids: Any
@@ -57,7 +58,9 @@ class SampleResult(NamedTuple):
 
 
 class StepPrograms(NamedTuple):
-    """Jitted: `forward` and `score` of (params, state, inputs), `sample` of (logits, sampler state, inputs). States are donated."""
+    """Jitted: `forward` and `score` of (params, state, inputs), `sample` of (logits, sampler state, inputs). States
+    are donated.
+    """
 
     forward: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
     score: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]

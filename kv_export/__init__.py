@@ -1,1 +1,1 @@
-"""Artifacts of a loaded model for other runtimes: ONNX and StableHLO. May import every layer below, never kv_serving."""
+"""Artifacts of a loaded model for other runtimes: ONNX and StableHLO. Nothing is exported yet."""

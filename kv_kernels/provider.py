@@ -1,9 +1,9 @@
 """What a kernel provider is: the only vocabulary that the rest of jaxkv shares with a kernel library.
 
-Pools are NHD and flat over layers: `[num_layers * num_pages, tokens_per_page, kv_heads, head_dim]`, K and V apart, so that page p
-of layer l is row `l * num_pages + p` and a layer loop can carry the pools without copying them. A provider turns the neutral page
-table of a step into arrays of its own (`plan`, on the host) and runs the operations on the device. What it cannot do it says
-before the engine starts (`unsupported`), never by a wrong answer.
+Pools are NHD and flat over layers: `[num_layers * num_pages, tokens_per_page, kv_heads, head_dim]`, K and V apart, so
+that page p of layer l is row `l * num_pages + p` and a layer loop can carry the pools without copying them. A
+provider turns the neutral page table of a step into arrays of its own (`plan`, on the host) and runs the operations
+on the device. What it cannot do it says before the engine starts (`unsupported`), never by a wrong answer.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,9 @@ class KernelProvider(Protocol):
         """A pytree of numpy arrays, padded to `shape`, that `paged_attention` takes for this step."""
 
     def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
-        """Write k_new and v_new [tokens, kv_heads, head_dim] at absolute `slots` [tokens] i32 of the pools, in place under donation."""
+        """Write k_new and v_new [tokens, kv_heads, head_dim] at absolute `slots` [tokens] i32 of the pools, in place
+        under donation.
+        """
 
     def paged_attention(
         self,
@@ -72,16 +74,19 @@ class KernelProvider(Protocol):
         window: int | None,
         soft_cap: float | None,
     ) -> jax.Array:
-        """Attend q [tokens, heads, head_dim] over the pages of the plan, ragged and bottom-right causal -> the same shape.
+        """Attend q [tokens, heads, head_dim] over the pages of the plan, ragged and bottom-right causal -> the same
+        shape.
 
-        `first_page` is the pool row of the layer's page 0. `scale` has no default: a provider's own default on a query that is
-        already scaled is a wrong answer that no comparison between shardings can see.
+        `first_page` is the pool row of the layer's page 0. `scale` has no default: a provider's own default on a
+        query that is already scaled is a wrong answer that no comparison between shardings can see.
         """
 
     def linear(
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        """x [tokens, in] times weight [out, in] transposed -> [tokens, out], accumulated in float32; `layer` picks from a stack."""
+        """x [tokens, in] times weight [out, in] transposed -> [tokens, out], accumulated in float32; `layer` picks
+        from a stack.
+        """
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""

@@ -1,8 +1,9 @@
 """The reference provider: plain jax.numpy on any platform, and what every other provider is tested against.
 
-Attention walks tiles of query tokens, and per tile blocks of `KV_BLOCK` keys with an online softmax (Milakov and Gimelshein, 2018).
-Both loops have run-time trip counts, so padding costs nothing and no shape depends on how long a context is. Keys are taken in
-blocks of a fixed size counted from position 0, so the order of a row's reduction depends on neither its batch nor its chunk.
+Attention walks tiles of query tokens, and per tile blocks of `KV_BLOCK` keys with an online softmax (Milakov and
+Gimelshein, 2018). Both loops have run-time trip counts, so padding costs nothing and no shape depends on how long a
+context is. Keys are taken in blocks of a fixed size counted from position 0, so the order of a row's reduction
+depends on neither its batch nor its chunk.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from kv_common.page_table import KvPageTableV1
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair
 from kv_kernels.scatter import write_rows
 from kv_kernels.weights import LayerIndex, Weight, dequantize, take_layer, take_rows
+
+SoftmaxCarry = tuple[jax.Array, jax.Array, jax.Array]
+"""Running maximum and sum [kv_heads, queries], and weighted values [kv_heads, queries, head_dim]."""
 
 KV_BLOCK = 128
 QUERY_TILE = 16
@@ -47,7 +51,9 @@ def _padded(values: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ReferenceProvider:
-    """Plain jax.numpy; float32, bfloat16 and float16 pools, any head_dim, group size, page size, window and soft cap."""
+    """Plain jax.numpy; float32, bfloat16 and float16 pools, any head_dim, group size, page size, window and soft
+    cap.
+    """
 
     @property
     def name(self) -> str:
@@ -112,7 +118,7 @@ class ReferenceProvider:
             query = query.astype(jnp.float32) * scale
             query_position = jnp.repeat(position + jnp.arange(width), group)
 
-            def attend_block(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+            def attend_block(index: jax.Array, carry: SoftmaxCarry) -> SoftmaxCarry:
                 best, total, values = carry
                 entry = index * pages_per_block + jnp.arange(pages_per_block)
                 mapped = entry * tokens_per_page < kv_len
@@ -147,7 +153,9 @@ class ReferenceProvider:
             values = values / jnp.where(total == 0, 1, total)[..., None]
             values = values.reshape(kv_heads, width, group, head_dim).transpose(1, 0, 2, 3)
             # A tile may spill past its row's last token; the next tile, or the cut at the end, takes that back.
-            return lax.dynamic_update_slice_in_dim(out, values.reshape(width, heads, head_dim).astype(out.dtype), start, 0)
+            return lax.dynamic_update_slice_in_dim(
+                out, values.reshape(width, heads, head_dim).astype(out.dtype), start, 0
+            )
 
         return lax.fori_loop(0, plan.num_tiles, attend_tile, jnp.zeros_like(q))[:tokens]
 

@@ -1,7 +1,8 @@
 """Writing rows of a donated array in place.
 
-Two traps stand behind this one function. `.at[-1]` wraps to the last row even with `mode="drop"`. And XLA turns a scatter of a
-single row into a select over the whole array, which copies the array: a single row is therefore written twice.
+Two traps stand behind this one function. `.at[-1]` wraps to the last row even with `mode="drop"`. And XLA turns a
+scatter of a single row into a select over the whole array, which copies the array: a single row is therefore written
+twice.
 """
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 
 
 def write_rows(array: jax.Array, rows: jax.Array, values: jax.typing.ArrayLike) -> jax.Array:
-    """`array` [n, ...] with `values` [k, ...] (or one for all) at `rows` [k] i32; a row outside 0 .. n - 1 writes nothing."""
+    """`array` [n, ...] with `values` [k, ...] (or one for all) at `rows` [k] i32; a row outside 0 .. n - 1 writes
+    nothing.
+    """
     values = jnp.broadcast_to(jnp.asarray(values).astype(array.dtype), (*rows.shape, *array.shape[1:]))
     if rows.shape[0] == 1:
         rows, values = jnp.repeat(rows, 2, axis=0), jnp.repeat(values, 2, axis=0)

@@ -1,7 +1,8 @@
 """The one place that decides which kernel provider runs, and says why.
 
-`auto` takes the platform's providers in order of speed and the first that supports what the model needs. A provider asked for by
-name is taken or refused, with what it lacks and the provider that would serve; it is never swapped for another in silence.
+`auto` takes the platform's providers in order of speed and the first that supports what the model needs. A provider
+asked for by name is taken or refused, with what it lacks and the provider that would serve; it is never swapped for
+another in silence.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The attention seam: all that a model sees of the cache while a step runs.
 
-A model hands over queries, keys and values of a layer and gets the attended values back; pages, slots and plans stay in here. The
-view is a value: `attend` returns a new one that holds the pools after the append, and the layer loop carries it, so the pools have
-one owner at every point of the traced program and XLA updates them in place.
+A model hands over queries, keys and values of a layer and gets the attended values back; pages, slots and plans stay
+in here. The view is a value: `attend` returns a new one that holds the pools after the append, and the layer loop
+carries it, so the pools have one owner at every point of the traced program and XLA updates them in place.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,9 @@ class StepView:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Attended:
-        """Append k, v [tokens, kv_heads, head_dim] of `layer`, then attend q [tokens, heads, head_dim] over everything so far."""
+        """Append k, v [tokens, kv_heads, head_dim] of `layer`, then attend q [tokens, heads, head_dim] over
+        everything so far.
+        """
         first_page = layer * self.num_pages
         pools = self._scrubbed(first_page)
         pools = self.provider.append_kv(k, v, self.slots + first_page * pools.k.shape[1], pools)
@@ -74,7 +76,9 @@ class StepView:
         layer: LayerIndex | None = None,
         out_dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """x [tokens, in] times weight [out, in] transposed -> [tokens, out]; `layer` picks from a stack [layers, out, in]."""
+        """x [tokens, in] times weight [out, in] transposed -> [tokens, out]; `layer` picks from a stack [layers, out,
+        in].
+        """
         return self.provider.linear(x, weight, layer, out_dtype)
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
@@ -84,7 +88,9 @@ class StepView:
     def loop(
         self, num_layers: int, body: Callable[[Any, jax.Array, "StepView"], tuple[jax.Array, "StepView"]], x: jax.Array
     ) -> Looped:
-        """Run `body(layer, x, step)` for every layer: compiled once, or laid out layer by layer where `unroll` is set."""
+        """Run `body(layer, x, step)` for every layer: compiled once, or laid out layer by layer where `unroll` is
+        set.
+        """
         carry = (x, self)
         if self.unroll:
             for layer in range(num_layers):
@@ -94,6 +100,8 @@ class StepView:
         return Looped(*carry)
 
     def _scrubbed(self, first_page: LayerIndex) -> PoolPair:
-        """The pools with this step's newly dealt pages cleared in one layer, so that no request can meet another's K/V."""
+        """The pools with this step's newly dealt pages cleared in one layer, so that no request can meet another's
+        K/V.
+        """
         rows = jnp.where(self.scrub_pages < 0, -1, self.scrub_pages + first_page)
         return PoolPair(*(write_rows(pool, rows, 0) for pool in self.pools))

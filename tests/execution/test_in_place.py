@@ -5,8 +5,9 @@ import re
 import jax
 import numpy as np
 import pytest
-from engine_case import golden_model, make_engine, write_random_llama
+from engine_case import golden_model, make_engine
 
+from benchmarks.random_llama import write_random_llama
 from kv_control.buckets import StepShape
 from kv_execution import PagedEngine, SamplingParams
 from models import load_model
@@ -63,7 +64,9 @@ def test_a_step_that_reads_the_old_pool_would_be_noticed(deep_engine):
 def test_the_compiled_program_does_not_grow_with_depth(tmp_path):
     sizes = []
     for layers in (2, 30):
-        engine = make_engine(load_model(write_random_llama(tmp_path / str(layers), layers=layers)), kv_pool_bytes=4 << 20)
+        engine = make_engine(
+            load_model(write_random_llama(tmp_path / str(layers), layers=layers)), kv_pool_bytes=4 << 20
+        )
         sizes.append(len(compiled_step(engine, SHAPES[1]).as_text().splitlines()))
     assert sizes[1] < 1.5 * sizes[0]
 

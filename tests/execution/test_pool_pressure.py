@@ -1,13 +1,22 @@
 """Too few pages: what cannot run is refused with the numbers, and the rest finishes."""
 
 import itertools
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from engine_case import golden_model, golden_prompts, make_engine
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kv_common.errors import JaxkvError
 from kv_control.page_allocator import OutOfPagesError
@@ -21,7 +30,9 @@ EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 def test_a_request_that_could_not_run_alone_is_refused_with_the_numbers():
     engine = make_engine(golden_model("llama"), pages=3)
-    with pytest.raises(RequestTooLargeError, match=r"40 prompt tokens and 20 new ones need 4 pages of 16 tokens and the pool has 3"):
+    with pytest.raises(
+        RequestTooLargeError, match=r"40 prompt tokens and 20 new ones need 4 pages of 16 tokens and the pool has 3"
+    ):
         engine.batcher().submit(np.ones(40, int), SamplingParams(max_tokens=20))
     assert not engine.batcher().has_unfinished
     # The last token needs no K/V: 40 + 9 tokens fit in 48 slots.
@@ -104,15 +115,15 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token():
 
 
 def test_handles_that_do_not_fit_are_refused_and_change_nothing():
-    engine = make_engine(golden_model("llama"), pages=4, max_requests=2)
-    held = engine.prefill_paged(np.ones(48, int), SamplingParams(max_tokens=40, ignore_eos=True))
+    engine = make_engine(golden_model("llama"), pages=5, max_requests=2)
+    held = engine.prefill_paged(np.ones(48, int), SamplingParams(max_tokens=16, ignore_eos=True))
     before = engine.stats()
-    with pytest.raises(OutOfPagesError, match="2 pages requested, 1 free"):
-        engine.prefill_paged(np.ones(17, int), EIGHT)
+    with pytest.raises(OutOfPagesError, match="3 pages requested, 2 free"):
+        engine.prefill_paged(np.ones(33, int), EIGHT)
     other = engine.prefill_paged(np.ones(16, int), EIGHT)
     with pytest.raises(NoFreeRowError):
         engine.prefill_paged([1], EIGHT)
-    with pytest.raises(OutOfPagesError):
+    with pytest.raises(OutOfPagesError, match="2 pages requested, 1 free"):
         engine.generate_paged()
     engine.release(other.handle)
     assert engine.stats().pages_in_use == before.pages_in_use
@@ -125,7 +136,7 @@ def test_handles_that_do_not_fit_are_refused_and_change_nothing():
 
 def test_a_queue_that_waits_for_held_pages_says_so_instead_of_spinning():
     engine = make_engine(golden_model("llama"), pages=4)
-    held = engine.prefill_paged(np.ones(64, int), EIGHT)
+    held = engine.prefill_paged(np.ones(64, int), SamplingParams(max_tokens=1))
     with pytest.raises(OutOfPagesError):
         engine.generate([np.ones(20, int)], EIGHT)
     engine.release(held.handle)
@@ -148,13 +159,15 @@ class EngineLife(RuleBasedStateMachine):
     """Submit, step, abort, preempt and finish in any order, on a pool too small for what is asked of it."""
 
     engine = None
-    expected: dict[tuple[int, int], tuple[int, ...]] = {}
+    expected: ClassVar[dict[tuple[int, int], tuple[int, ...]]] = {}
     requests = itertools.count()
 
     @classmethod
     def shared_engine(cls):
         if cls.engine is None:
-            cls.engine = make_engine(golden_model("llama"), pages=13, tokens_per_page=8, max_requests=4, max_step_tokens=16, debug=True)
+            cls.engine = make_engine(
+                golden_model("llama"), pages=13, tokens_per_page=8, max_requests=4, max_step_tokens=16, debug=True
+            )
             prompts = [golden_prompts("llama")[index] for index in (0, 1, 2)]
             cls.prompts = [*prompts, np.arange(1, 17), np.arange(40, 65)]
             cls.params = [
@@ -176,8 +189,6 @@ class EngineLife(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(0, 4), params=st.integers(0, 1), max_tokens=st.integers(1, 16), count=st.integers(1, 3))
     def submit(self, prompt, params, max_tokens, count):
-        from dataclasses import replace
-
         for _ in range(count):
             chosen = replace(self.params[params], max_tokens=max_tokens)
             request = self.batcher.submit(self.prompts[prompt], chosen)
@@ -236,11 +247,13 @@ class EngineLife(RuleBasedStateMachine):
 
 def test_any_life_of_an_engine_keeps_its_pages_and_its_tokens():
     run = settings(
-        max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+        max_examples=120,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
     )
     EngineLife.requests = itertools.count()
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(EngineLife, settings=run)
     assert next(EngineLife.requests) >= 2000
 

@@ -21,7 +21,9 @@ class PagedCase(NamedTuple):
     layer: int
 
 
-def build_table(kv_len: list[int], query_len: list[int], pages: list[np.ndarray], tokens_per_page: int) -> KvPageTableV1:
+def build_table(
+    kv_len: list[int], query_len: list[int], pages: list[np.ndarray], tokens_per_page: int
+) -> KvPageTableV1:
     """A page table made with plain loops."""
     slots, positions = [], []
     for total, new, ids in zip(kv_len, query_len, pages, strict=True):
@@ -88,7 +90,9 @@ def make_case(
     )
 
 
-def dense_answer(case: PagedCase, *, scale: float, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
+def dense_answer(
+    case: PagedCase, *, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> np.ndarray:
     """What every query attends to, one query and one head at a time, in float64."""
     out = np.zeros(case.q.shape, np.float64)
     group = case.q.shape[1] // case.k_rows[0].shape[1]
@@ -107,6 +111,8 @@ def dense_answer(case: PagedCase, *, scale: float, window: int | None = None, so
     return out
 
 
-def plan_shape(case: PagedCase, *, tokens: int | None = None, rows: int | None = None, spare_entries: int = 5) -> PlanShape:
+def plan_shape(
+    case: PagedCase, *, tokens: int | None = None, rows: int | None = None, spare_entries: int = 5
+) -> PlanShape:
     """The step's own sizes, or padded ones."""
     return PlanShape(tokens or case.table.tokens, rows or case.table.rows, len(case.table.page_ids) + spare_entries)

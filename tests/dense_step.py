@@ -1,0 +1,88 @@
+"""A step without a cache: plain causal attention over the tokens of one sequence, plain products. For tests only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kv_kernels.weights import Weight, dequantize, take_layer, take_rows
+from models import LoadedModel
+
+
+class DenseAttended(NamedTuple):
+    values: jax.Array
+    step: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=["unrolled"])
+class DenseStep:
+    """Every token sees itself and those before it; nothing is kept. `unrolled` is a Python loop over layers."""
+
+    def __init__(self, positions: jax.Array, unrolled: bool = False) -> None:
+        self.positions = positions
+        self.unrolled = unrolled
+
+    def attend(self, q, k, v, layer, *, scale, window=None, soft_cap=None) -> DenseAttended:
+        assert isinstance(scale, np.float32)
+        assert window is None
+        assert soft_cap is None
+        group = q.shape[1] // k.shape[1]
+        k, v = (jnp.repeat(part, group, axis=1).astype(jnp.float32) for part in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), k, precision="highest") * scale
+        visible = self.positions[:, None] >= self.positions[None, :]
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        return DenseAttended(jnp.einsum("hqk,khd->qhd", weights, v, precision="highest").astype(q.dtype), self)
+
+    def linear(self, x: jax.Array, weight: Weight, layer=None, out_dtype=None) -> jax.Array:
+        weight = weight if layer is None else take_layer(weight, layer)
+        product = jnp.matmul(x.astype(jnp.float32), dequantize(weight, jnp.float32).T, precision="highest")
+        return product.astype(out_dtype or x.dtype)
+
+    def embed(self, ids: jax.Array, weight: Weight) -> jax.Array:
+        return dequantize(take_rows(weight, ids), jnp.float32)
+
+    def loop(self, num_layers, body, x):
+        if self.unrolled:
+            step = self
+            for layer in range(num_layers):
+                x, step = body(layer, x, step)
+            return x, step
+        return jax.lax.fori_loop(0, num_layers, lambda layer, carry: tuple(body(layer, *carry)), (x, self))
+
+
+class DenseModel:
+    """A model over whole sequences of at most `length` tokens, compiled once.
+
+    Sequences are filled up at the end with token 0, which no token before it can see.
+    """
+
+    def __init__(self, model: LoadedModel, length: int = 96, *, unrolled: bool = False) -> None:
+        self.model = model
+        self.length = length
+        self._step = DenseStep(jnp.arange(length, dtype=jnp.int32), unrolled)
+        self._forward = jax.jit(model.forward)
+
+    def logits(self, ids) -> np.ndarray:
+        """[len(ids), vocab] f32."""
+        filled = np.zeros(self.length, np.int32)
+        filled[: len(ids)] = ids
+        rows = np.arange(self.length, dtype=np.int32)
+        return np.asarray(self._forward(self.model.params, filled, self._step, rows).logits)[: len(ids)]
+
+    def last_logits(self, ids) -> np.ndarray:
+        """[vocab] f32, of the token after `ids`; the product with the vocabulary is of one row."""
+        filled = np.zeros(self.length, np.int32)
+        filled[: len(ids)] = ids
+        rows = np.array([len(ids) - 1], np.int32)
+        return np.asarray(self._forward(self.model.params, filled, self._step, rows).logits)[0]
+
+    def greedy(self, ids, count: int) -> list[int]:
+        """`count` tokens, each by a forward pass over everything before it."""
+        sequence = [int(token) for token in ids]
+        for _ in range(count):
+            sequence.append(int(self.last_logits(sequence).argmax()))
+        return sequence[len(ids) :]
