@@ -1,9 +1,10 @@
 """Who owns each page of the pool: a free stack, reference counts, epochs and dirty bits.
 
-One call speaks for one holder, so a page named twice in a call counts once; two holders are two calls. Arguments are
-checked before anything changes: an error leaves the allocator as it was. A page becomes dirty when its last reference
-goes and stays so, through the next allocation, until `confirm_scrubbed`: only its new owner can say that the previous
-owner's K/V is gone. Costs follow the pages named in a call, never the size of the pool. Page 0 is padding, never dealt.
+A page is free, live (some request holds it) or cached (only the prefix cache does, whose hold is a reference like any
+other but has calls of its own, so that no request can drop it). One call speaks for one holder: a page named twice in
+a call counts once. Arguments are checked before anything changes: an error leaves the allocator as it was. A page is
+dirty from when its last reference goes, through the next allocation, until `confirm_scrubbed`: only its new owner can
+say that the old K/V is gone. Costs follow the pages named in a call, not the pool. Page 0 is padding, never dealt.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kv_common.errors import JaxkvError
 from kv_common.layout import PADDING_PAGE
+from kv_control.recency_queue import RecencyQueue
 
 _NAMED_PAGES = 4  # how many offending pages an error message lists
 
@@ -30,7 +32,11 @@ class DoubleFreeError(JaxkvError):
 
 
 class DirtyPageError(JaxkvError):
-    """A page about to be read that may still hold its previous owner's K/V."""
+    """A page about to be read or cached that may still hold its previous owner's K/V."""
+
+
+class PageCacheError(JaxkvError):
+    """A page cached twice, or let go by the cache without being cached."""
 
 
 class InvariantError(JaxkvError):
@@ -49,8 +55,8 @@ class OutOfPagesError(JaxkvError):
 class PageAllocator:
     """The only dealer of the pages 1 .. num_pages - 1 of a pool.
 
-    `reference_count` int32, `epoch` int64 (how often the page has been freed) and `dirty` bool are read-only arrays of
-    shape [num_pages].
+    Read-only arrays [num_pages]: `reference_count` int32, the prefix cache's references included; `epoch` int64, how
+    often the page has been freed; `dirty` bool; `cached` bool, whether the prefix cache holds it, alone or not.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -63,9 +69,13 @@ class PageAllocator:
         self._references = np.zeros(num_pages, np.int32)
         self._epoch = np.zeros(num_pages, np.int64)
         self._dirty = np.zeros(num_pages, np.bool_)
+        self._cached = np.zeros(num_pages, np.bool_)
+        # Pages in the state cached, in the order in which requests let go of them.
+        self._idle = RecencyQueue(num_pages)
         self.reference_count = _read_only(self._references)
         self.epoch = _read_only(self._epoch)
         self.dirty = _read_only(self._dirty)
+        self.cached = _read_only(self._cached)
 
     @property
     def free_pages(self) -> int:
@@ -74,8 +84,13 @@ class PageAllocator:
 
     @property
     def live_pages(self) -> int:
-        """Pages with at least one reference."""
-        return self.num_pages - 1 - self._free
+        """Pages that at least one request holds."""
+        return self.num_pages - 1 - self._free - len(self._idle)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that nobody but the prefix cache holds. free + live + cached is the usable pool."""
+        return len(self._idle)
 
     def allocate(self, count: int) -> NDArray[np.int32]:
         """Deal `count` pages with one reference each, most recently freed first: int32 [count].
@@ -94,31 +109,83 @@ class PageAllocator:
 
     def share(self, pages: ArrayLike) -> None:
         """Add one holder to `pages` [any]: one reference each. Raises PageIdError, PageNotAllocatedError."""
-        named = self._distinct(pages)
+        named = _distinct(self._checked(pages))
         self._require_allocated(named, "share")
+        if len(self._idle):
+            self._idle.discard(named)
         self._references[named] += 1
 
     def release(self, pages: ArrayLike) -> NDArray[np.int32]:
         """Drop one holder of `pages` [any]; return those that became free, ascending: int32 [<= pages].
 
-        The freed pages are dirty and their epochs have moved on. Raises PageIdError, DoubleFreeError and
-        PageNotAllocatedError.
+        The freed pages are dirty and their epochs have moved on. Pass a request's pages in the order of its tokens:
+        those that only the cache holds from now on grow old from the last to the first. Raises PageIdError,
+        DoubleFreeError and PageNotAllocatedError.
         """
-        named = self._distinct(pages)
+        ids = self._checked(pages)
+        named = _distinct(ids)
+        cached = self._cached[named]
+        holders = self._references[named] - cached
+        if not holders.all():
+            self._refuse_release(named[holders == 0])
+        self._references[named] -= 1
+        last = holders == 1
+        idle = named[last & cached]
+        if idle.size:
+            # Repeats leave no order of tokens to go by.
+            in_order = ids[::-1] if ids.size == named.size else named
+            self._idle.push(in_order[(self._references[in_order] == 1) & self._cached[in_order]])
+        return self._free_up(named[last & ~cached])
+
+    def require_held(self, pages: ArrayLike) -> None:
+        """Raise PageNotAllocatedError unless requests hold all of `pages` [any]; PageIdError for a bad id."""
+        named = self._checked(pages)
+        unheld = self._references[named] <= self._cached[named]
+        if unheld.any():
+            raise PageNotAllocatedError(
+                f"{_listed(named[unheld])} held by no request: pass pages that the caller holds"
+            )
+
+    def retain_cached(self, pages: ArrayLike) -> None:
+        """Add the prefix cache's reference to `pages` [any], which requests hold and have filled.
+
+        Raises PageIdError, PageNotAllocatedError, PageCacheError for a page that is cached already, and DirtyPageError.
+        """
+        named = _distinct(self._checked(pages))
         references = self._references[named]
-        unheld = named[references == 0]
-        if unheld.size:
-            freed_before = unheld[self._epoch[unheld] > 0]
-            if freed_before.size:
-                raise DoubleFreeError(f"{_listed(freed_before)} already free: each holder releases a page once")
-            raise PageNotAllocatedError(f"cannot release {_listed(unheld)}, never allocated: release what was dealt")
-        self._references[named] = references - 1
-        freed = named[references == 1]
-        self._dirty[freed] = True
-        self._epoch[freed] += 1
-        self._free_stack[self._free : self._free + freed.size] = freed
-        self._free += freed.size
-        return freed
+        # One test where all is well: this runs for every page that any request fills.
+        if (self._cached[named] | self._dirty[named] | (references == 0)).any():
+            self._refuse_retain(named)
+        self._references[named] = references + 1
+        self._cached[named] = True
+
+    def release_cached(self, pages: ArrayLike) -> NDArray[np.int32]:
+        """Drop the prefix cache's reference to `pages` [any]; return those that became free: int32 [<= pages].
+
+        Pages that requests hold stay theirs. Raises PageIdError, and PageCacheError for a page that is not cached.
+        """
+        named = _distinct(self._checked(pages))
+        if not self._cached[named].all():
+            raise PageCacheError(f"{_listed(named[~self._cached[named]])} not cached: the cache lets go of a page once")
+        self._idle.discard(named)
+        self._references[named] -= 1
+        self._cached[named] = False
+        return self._free_up(named[self._references[named] == 0])
+
+    def oldest_cached(self, count: int) -> NDArray[np.int32]:
+        """The cached pages that requests let go of first, oldest first: int32 [min(count, cached_pages)]."""
+        return self._idle.oldest(count)
+
+    def renew_cached(self, pages: ArrayLike) -> None:
+        """Count `pages` [any, distinct] as let go of just now, the last of them latest.
+
+        Raises PageIdError, and PageCacheError unless they are held by the cache alone.
+        """
+        named = self._checked(pages).astype(np.int32, copy=False)
+        idle = self._cached[named] & (self._references[named] == 1)
+        if not idle.all():
+            raise PageCacheError(f"{_listed(named[~idle])} held by requests or by nobody: renew cached pages only")
+        self._idle.push(named)
 
     def confirm_scrubbed(self, pages: ArrayLike) -> None:
         """Record that `pages` [any] were overwritten since they were allocated: they are clean.
@@ -138,10 +205,11 @@ class PageAllocator:
             raise DirtyPageError(f"{_listed(named[dirty])} dirty: scrub the reserved pages and confirm before building")
 
     def check_invariants(self, holders: ArrayLike) -> None:
-        """Compare the books with the world: `holders` int [num_pages] counts who holds each page. O(num_pages).
+        """Compare the books with the world: `holders` int [num_pages] counts the requests that hold each page.
 
-        Raises InvariantError unless the free stack names each free page once and no other, free + live is the usable
-        pool, and every reference count is the number of holders (so no free page is mapped anywhere).
+        Raises InvariantError unless the free stack names each free page once and no other, free + live + cached is the
+        usable pool, and every reference count is the number of holders, the cache being one more (so no free page is
+        mapped anywhere). O(num_pages).
         """
         held = np.asarray(holders)
         if held.shape != (self.num_pages,):
@@ -151,12 +219,44 @@ class PageAllocator:
         self._require_none(times_free > 1, "more than once on the free stack")
         self._require_none((times_free > 0) & (self._references > 0), "both free and referenced")
         self._require_none((times_free > 0) & (held > 0), "free and mapped")
-        live = int(np.count_nonzero(self._references))
+        by_requests = self._references - self._cached
+        self._require_none(by_requests < 0, "cached and without a reference")
         if self._references[PADDING_PAGE] or times_free[PADDING_PAGE]:
             raise InvariantError(f"page {PADDING_PAGE} is dealt: it is padding and belongs to nobody")
-        if self._free + live != self.num_pages - 1:
-            raise InvariantError(f"{self._free} free + {live} live is not {self.num_pages - 1} usable: pages leaked")
-        self._require_none(self._references != held, "referenced otherwise than held")
+        idle = self._cached & (by_requests == 0)
+        live, cached = np.count_nonzero(by_requests), np.count_nonzero(idle)
+        if self._free + live + cached != self.num_pages - 1:
+            raise InvariantError(
+                f"{self._free} free + {live} live + {cached} cached is not {self.num_pages - 1} usable: pages leaked"
+            )
+        self._require_none(by_requests != held, "referenced otherwise than held")
+        queued = np.bincount(self._idle.oldest(self.num_pages), minlength=self.num_pages)
+        self._require_none(queued != idle, "cached alone and not queued once, or queued otherwise")
+
+    def _free_up(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        self._dirty[pages] = True
+        self._epoch[pages] += 1
+        self._free_stack[self._free : self._free + pages.size] = pages
+        self._free += pages.size
+        return pages
+
+    def _refuse_retain(self, pages: NDArray[np.int32]) -> None:
+        """Name what is wrong with caching pages, some of which cannot be."""
+        self._require_allocated(pages, "cache")
+        cached = pages[self._cached[pages]]
+        if cached.size:
+            raise PageCacheError(f"{_listed(cached)} cached already: the cache holds a page once")
+        self.require_clean(pages)
+
+    def _refuse_release(self, unheld: NDArray[np.int32]) -> None:
+        """Name what is wrong with releasing pages that no request holds."""
+        cached = unheld[self._cached[unheld]]
+        if cached.size:
+            raise DoubleFreeError(f"{_listed(cached)} held by the cache alone: each holder releases a page once")
+        freed_before = unheld[self._epoch[unheld] > 0]
+        if freed_before.size:
+            raise DoubleFreeError(f"{_listed(freed_before)} already free: each holder releases a page once")
+        raise PageNotAllocatedError(f"cannot release {_listed(unheld)}, never allocated: release what was dealt")
 
     def _require_none(self, wrong: NDArray[np.bool_], fault: str) -> None:
         if wrong.any():
@@ -179,8 +279,9 @@ class PageAllocator:
             raise PageIdError(f"{_listed(wrong)} outside 1 .. {self.num_pages - 1} (page 0 is padding): pass dealt ids")
         return ids
 
-    def _distinct(self, pages: ArrayLike) -> NDArray[np.int32]:
-        return np.unique(self._checked(pages)).astype(np.int32, copy=False)
+
+def _distinct(ids: NDArray[np.integer]) -> NDArray[np.int32]:
+    return (np.unique(ids) if ids.size > 1 else ids).astype(np.int32, copy=False)
 
 
 def _read_only(array: NDArray) -> NDArray:

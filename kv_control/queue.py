@@ -1,15 +1,26 @@
 """Requests that wait for a row: new ones, and those that were preempted.
 
-Order is priority (higher first), then arrival; a preempted request keeps the arrival number it was given at submit,
-so it returns to its old place and not to the end. Removal by id is lazy: the heap entry stays and is skipped when it
-surfaces.
+Order is by virtual arrival: a request counts as having arrived `priority * AGING_STEPS` steps before it did. That is
+aging without bookkeeping: a request of low priority is overtaken only by those of higher priority that arrive within a
+bounded number of steps. A preempted request keeps its arrival, so it returns to its old place and not to the end.
 """
 
-import heapq
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+AGING_STEPS = 256
+"""Steps of waiting that are worth one level of priority."""
+
+
+class Seniority(NamedTuple):
+    """Smaller is more senior: the step of the virtual arrival, and the order of arrival among equals."""
+
+    step: int
+    order: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +28,9 @@ class QueuedRequest:
     """A request outside the pool: everything that is needed to start it, or to start it again.
 
     `token_ids` [tokens] int32 is the prompt and whatever was generated before a preemption; `prompt_len` says where
-    the prompt ends. `max_tokens_total` bounds prompt and generated tokens together.
+    the prompt ends. `max_tokens_total` bounds prompt and generated tokens together. `namespace` is the digest under
+    which its pages are cached, and `read_cache` whether it may take pages from there. `parent` is the request whose
+    prompt pages this one shares, where it was forked.
     """
 
     request_id: int
@@ -25,14 +38,17 @@ class QueuedRequest:
     prompt_len: int
     max_tokens_total: int
     priority: int
-    arrival: int
+    seniority: Seniority
+    namespace: bytes
+    read_cache: bool = True
+    parent: int | None = None
 
 
 class WaitingQueue:
-    """A priority queue of QueuedRequest with removal by id; every operation is O(log n) amortised."""
+    """Requests in order of seniority, with removal by id."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int]] = []
+        self._order: list[tuple[Seniority, int]] = []
         self._waiting: dict[int, QueuedRequest] = {}
 
     def __len__(self) -> int:
@@ -44,22 +60,15 @@ class WaitingQueue:
     def push(self, request: QueuedRequest) -> None:
         """Add a request whose id is not waiting yet."""
         self._waiting[request.request_id] = request
-        heapq.heappush(self._heap, (-request.priority, request.arrival, request.request_id))
+        insort(self._order, (request.seniority, request.request_id))
 
-    def peek(self) -> QueuedRequest | None:
-        """The request that is next in order, or None."""
-        while self._heap and self._heap[0][2] not in self._waiting:
-            heapq.heappop(self._heap)
-        return self._waiting[self._heap[0][2]] if self._heap else None
-
-    def pop(self) -> QueuedRequest:
-        """Take the request that `peek` shows. Raises IndexError where none waits."""
-        request = self.peek()
-        if request is None:
-            raise IndexError("pop from an empty waiting queue")
-        heapq.heappop(self._heap)
-        return self._waiting.pop(request.request_id)
+    def first(self, count: int) -> list[QueuedRequest]:
+        """The `count` requests that are next in order, or all where fewer wait."""
+        return [self._waiting[request_id] for _, request_id in self._order[:count]]
 
     def remove(self, request_id: int) -> QueuedRequest | None:
         """Take a request out of turn; None where it does not wait."""
-        return self._waiting.pop(request_id, None)
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            del self._order[bisect_left(self._order, (request.seniority, request_id))]
+        return request

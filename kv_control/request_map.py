@@ -159,6 +159,17 @@ class RequestMap:
         self._table[np.repeat(at, added), columns] = new_pages
         self._page_count[at] += added.astype(np.int32)
 
+    def replace_pages(self, row: int, start: int, pages: ArrayLike) -> None:
+        """Map `pages` [n] in the place of those that `row` holds from index `start` on.
+
+        The caller owns the references on both sides. Raises RowMappingError where the row does not hold so many.
+        """
+        new_pages = np.asarray(pages, np.int32)
+        end = start + new_pages.size
+        if start < 0 or end > self._page_count[row]:
+            raise RowMappingError(f"pages {start} .. {end} of row {row}, which holds {self._page_count[row]}")
+        self._table[row, start:end] = new_pages
+
     def require_room(self, rows: NDArray, counts: NDArray) -> None:
         """Check that `append_pages` could map counts [n] more pages at rows [n]; the same errors, changing nothing."""
         self.require_rows(rows)

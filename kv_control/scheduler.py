@@ -1,13 +1,13 @@
 """Which tokens the next step computes: continuous batching under one token budget.
 
-Rows that need one token go first, then prefill chunks, then requests admitted from the queue. Pages go by seniority
-(priority, then arrival): when they run out the most junior request is preempted, which frees its pages and keeps its
-tokens, until the seniors fit. The most senior request can therefore always go on, which bounds the number of steps of
-any workload. A request is admitted only where pages for all its tokens are free beyond those that running rows still
-have to take, so it does not push out at once what was admitted before it. Nothing changes where a step cannot be
-formed.
+Rows that need one token go first, then prefill chunks, then requests admitted from the queue. Pages go by seniority:
+when they run out the most junior request is preempted, which frees its pages and keeps its tokens, until the seniors
+fit. The most senior request can therefore always go on, which bounds the steps of any workload. A request is admitted
+only where pages for all its tokens can be had beyond those that running rows still have to take, and may push out only
+requests of strictly lower priority. Nothing changes where a step cannot be formed.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +16,26 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
-from kv_control.page_allocator import OutOfPagesError, PageAllocator
-from kv_control.queue import QueuedRequest, WaitingQueue
-from kv_control.request_map import RequestHandle, RequestMap
-from kv_control.running import Int32Array, Int64Array, RunningRequests
-from kv_control.step_builder import StepBuilder
+from kv_control.page_allocator import OutOfPagesError
+from kv_control.prefix_trie import page_digest
+from kv_control.queue import AGING_STEPS, QueuedRequest, Seniority, WaitingQueue
+from kv_control.request_map import RequestHandle
+from kv_control.residency import Residency, Share
+from kv_control.running import Int32Array, Int64Array
+
+LOOK_PAST = 16
+"""Waiting requests that are considered for admission in a step."""
+
+MAX_TIMES_PASSED = 64
+"""Requests that may be admitted past one that does not fit; after that it goes next."""
 
 
 class RequestTooLargeError(JaxkvError):
     """A request that could not run even alone."""
+
+
+class QueueFullError(JaxkvError):
+    """More requests wait than may."""
 
 
 class UnknownRequestError(JaxkvError):
@@ -35,8 +46,8 @@ class StepPlan(NamedTuple):
     """One step: what to compute, and which rows sample a token at its end.
 
     rows, epochs, request_ids, positions, samples: [n] in the order of `table`; `positions` is the index that the
-    row's next token will have in its sequence. token_ids, token_rows: [tokens], ids being ON_DEVICE where only the
-    device knows them.
+    row's next token will have in its sequence. token_rows: [tokens]. Before anything is written the step clears
+    `scrub_pages` and then copies `copy_sources` to `copy_targets`. `admitted` are rows.
     """
 
     rows: Int64Array
@@ -44,143 +55,187 @@ class StepPlan(NamedTuple):
     request_ids: Int64Array
     positions: Int64Array
     samples: NDArray[np.bool_]
-    token_ids: Int32Array
     token_rows: Int64Array
     table: KvPageTableV1
     scrub_pages: Int32Array
+    copy_sources: Int32Array
+    copy_targets: Int32Array
     admitted: tuple[int, ...]
     preempted: tuple[int, ...]
 
 
-class Scheduler:
-    """Owns the queue, the running rows, and through the step builder the pages and the request map."""
+class _Granted(NamedTuple):
+    """Rows [n] of a step being formed, most senior first, and how many tokens [n] each computes."""
 
-    def __init__(self, layout: KvStorageLayoutV1, *, max_requests: int, max_step_tokens: int, max_context: int) -> None:
+    rows: Int64Array
+    tokens: Int64Array
+
+
+class Scheduler:
+    """Owns the queue and, through `residency`, the running rows and their pages."""
+
+    def __init__(
+        self,
+        layout: KvStorageLayoutV1,
+        *,
+        max_requests: int,
+        max_step_tokens: int,
+        max_context: int,
+        max_waiting: int | None = None,
+        prefix_cache: bool = True,
+        longest_prefix_first: bool = False,
+        digest: Callable[[bytes], bytes] = page_digest,
+    ) -> None:
         if max_step_tokens < max_requests:
             raise JaxkvError(
                 f"max_step_tokens {max_step_tokens} is below max_requests {max_requests}, so a step could not give "
                 f"every running request a token; raise the first or lower the second"
             )
         self.layout = layout
-        self.max_context = max_context
-        self.max_step_tokens = max_step_tokens
-        self.allocator = PageAllocator(layout.num_pages)
-        self.request_map = RequestMap(max_requests, layout.pages_for(max_context))
-        self.running = RunningRequests(max_requests, max_context)
-        self._builder = StepBuilder(layout, self.allocator, self.request_map)
+        self.residency = Residency(
+            layout, max_requests=max_requests, max_context=max_context, prefix_cache=prefix_cache, digest=digest
+        )
+        self.running = self.residency.running
+        self._max_context = max_context
+        self._max_step_tokens = max_step_tokens
+        self._max_waiting = max_waiting
+        self._longest_prefix_first = longest_prefix_first
         self._waiting = WaitingQueue()
-        self._handles: dict[int, RequestHandle] = {}
+        self._times_passed: dict[int, int] = {}
         self._arrivals = 0
+        self._steps = 0
 
     @property
     def num_waiting(self) -> int:
+        """Requests without a row, preempted ones included."""
         return len(self._waiting)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._handles)
-
     def submit(
-        self, request_id: int, token_ids: Int32Array, *, max_new_tokens: int, priority: int = 0
+        self,
+        request_id: int,
+        token_ids: Int32Array,
+        *,
+        max_new_tokens: int,
+        priority: int = 0,
+        namespace: bytes = b"",
+        read_cache: bool = True,
+        parent: int | None = None,
     ) -> QueuedRequest:
         """Queue a request of `token_ids` [tokens] int32; what comes back says how long it may get.
 
-        Raises RequestTooLargeError where the prompt fills the context or the pool could not hold the request alone.
+        Raises RequestTooLargeError where the prompt fills the context or the pool could not hold the request alone, and
+        QueueFullError.
         """
-        request = self._new_request(request_id, token_ids, max_new_tokens, priority)
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait and at most {self._max_waiting} may; try again later"
+            )
+        request = self._new_request(request_id, token_ids, max_new_tokens, priority, namespace, read_cache, parent)
         self._waiting.push(request)
         return request
 
-    def hold(self, request_id: int, token_ids: Int32Array, *, max_new_tokens: int) -> RequestHandle:
+    def hold(
+        self,
+        request_id: int,
+        token_ids: Int32Array,
+        *,
+        max_new_tokens: int,
+        namespace: bytes = b"",
+        read_cache: bool = True,
+    ) -> RequestHandle:
         """Give a request a row at once; only `schedule_held` moves it, and it is never preempted.
 
-        Raises what `submit` raises, NoFreeRowError where no row is free, and OutOfPagesError where its prompt does
-        not fit.
+        Raises what `submit` raises but QueueFullError, NoFreeRowError where no row is free, and OutOfPagesError where
+        its prompt does not fit.
         """
-        request = self._new_request(request_id, token_ids, max_new_tokens, 0)
-        needed = self.layout.pages_for(len(token_ids))
-        if needed > self.allocator.free_pages:
-            raise OutOfPagesError(needed, self.allocator.free_pages)
-        return self._start(request, held=True)
+        request = self._new_request(request_id, token_ids, max_new_tokens, 0, namespace, read_cache, None)
+        share = self.residency.find(request, may_wait=False)
+        assert share is not None
+        try:
+            needed = self.layout.pages_for(len(token_ids)) - share.pages.size
+            if needed > self.residency.room_beside(share):
+                raise OutOfPagesError(needed, self.residency.room_beside(share))
+            return self.residency.enter(request, share, held=True)
+        finally:
+            self.residency.forget(request_id)
 
     def schedule(self, *, may_preempt: bool = True) -> StepPlan | None:
         """The next step over queued and running requests, or None where none can be formed.
 
-        Pass `may_preempt=False` while tokens of an earlier step are on the device: a request may only be preempted
-        when all of its tokens are known. None then means that the step needs a preemption first.
+        Pass `may_preempt=False` while tokens of an earlier step are on the device: a request may only be preempted when
+        all of its tokens are known. None then means that the step needs a preemption first.
         """
-        running = self.running
-        rows = running.by_seniority(np.flatnonzero(self.request_map.live & ~running.held))
-        want = running.kv_goal(rows) - running.kv_len[rows]
-        grant = self._within_budget(want)
-        fitted = self._fit_pages(rows, grant, may_preempt)
+        preempted: list[int] = []
+        if not self._make_way(preempted, may_preempt):
+            return None
+        rows = self.running.by_seniority(np.flatnonzero(self.residency.request_map.live & ~self.running.held))
+        want = self.running.kv_goal(rows) - self.running.kv_len[rows]
+        fitted = self._fit_pages(_Granted(rows, self._within_budget(want)), preempted, may_preempt)
         if fitted is None:
             return None
-        rows, grant, preempted = fitted
         admitted: tuple[int, ...] = ()
-        if not preempted and len(self._waiting):
-            rows, grant, admitted = self._admit(rows, grant)
-        active = grant > 0
+        if len(fitted.rows) == len(rows) and len(self._waiting):
+            entered = self._admit(fitted)
+            admitted = tuple(entered.rows.tolist())
+            fitted = _Granted(*(np.concatenate(pair) for pair in zip(fitted, entered, strict=True)))
+        active = fitted.tokens > 0
         if not active.any():
             return None
-        rows, grant = rows[active], grant[active]
-        decodes_first = np.argsort(grant > 1, kind="stable")
-        return self._plan(rows[decodes_first], grant[decodes_first], admitted, preempted)
+        rows, tokens = fitted.rows[active], fitted.tokens[active]
+        single_first = np.argsort(tokens > 1, kind="stable")
+        return self._plan(rows[single_first], tokens[single_first], admitted, tuple(preempted))
 
     def schedule_held(self, rows: Int64Array) -> StepPlan:
         """The next step of the held `rows` [n], all of which have work. Raises OutOfPagesError, with nothing
         changed.
         """
-        want = self.running.kv_goal(rows) - self.running.kv_len[rows]
-        grant = self._within_budget(want)
-        return self._plan(rows[grant > 0], grant[grant > 0], (), ())
+        tokens = self._within_budget(self.running.kv_goal(rows) - self.running.kv_len[rows])
+        return self._plan(rows[tokens > 0], tokens[tokens > 0], (), ())
 
     def retire(self, plan: StepPlan, token_ids: Int32Array) -> NDArray[np.bool_]:
         """Record the ids [n] that a step sampled; returns which rows [n] of the plan gained a token.
 
         Rows that did not sample, and rows whose request ended while the step ran, gain none.
         """
-        gained = plan.samples & self.request_map.is_current(plan.rows, plan.epochs)
+        gained = plan.samples & self.residency.request_map.is_current(plan.rows, plan.epochs)
         self.running.record(plan.rows[gained], plan.positions[gained], token_ids[gained])
+        self.residency.publish(plan.rows[gained])
         return gained
 
     def finish(self, request_id: int) -> None:
         """End a request in any state and free what it holds. Raises UnknownRequestError."""
-        if self._waiting.remove(request_id) is not None:
-            return
-        handle = self._handles.pop(request_id, None)
-        if handle is None:
-            raise UnknownRequestError(
-                f"request {request_id} is neither waiting nor running; it may have finished already"
-            )
-        self._builder.release_request(handle)
+        self._times_passed.pop(request_id, None)
+        waited = self._waiting.remove(request_id) is not None
+        if not self.residency.leave(request_id) and not waited:
+            raise UnknownRequestError(f"request {request_id} is neither waiting nor running; it may have ended already")
 
     def preempt(self, request_id: int) -> bool:
-        """Send a running request back to the queue with its tokens, all of which the host must know; False where it
-        does not run.
-        """
-        handle = self._handles.get(request_id)
+        """Send a running request back to the queue; the host must know all its tokens. False where it does not run."""
+        handle = self.residency.handle_of(request_id)
         if handle is None or self.running.held[handle.row]:
             return False
         self._preempt(handle.row)
         return True
 
-    def check_invariants(self) -> None:
-        """Raises InvariantError where pages, references or the dirty set disagree with what the rows hold."""
-        holders = self.request_map.holders(self.layout.num_pages)
-        self.allocator.check_invariants(holders)
-        self.allocator.require_clean(np.flatnonzero(holders))
-
-    def _new_request(self, request_id: int, token_ids: Int32Array, max_new_tokens: int, priority: int) -> QueuedRequest:
+    def _new_request(
+        self,
+        request_id: int,
+        token_ids: Int32Array,
+        max_new_tokens: int,
+        priority: int,
+        namespace: bytes,
+        read_cache: bool,
+        parent: int | None,
+    ) -> QueuedRequest:
         tokens = len(token_ids)
         if tokens < 1:
             raise RequestTooLargeError("the prompt is empty; give at least one token")
-        if tokens >= self.max_context:
+        if tokens >= self._max_context:
             raise RequestTooLargeError(
-                f"the prompt has {tokens} tokens and the context holds {self.max_context}, one of them for the answer; "
-                f"shorten the prompt"
+                f"the prompt has {tokens} tokens and the context holds {self._max_context}, one of them for the "
+                f"answer; shorten the prompt"
             )
-        total = min(tokens + max_new_tokens, self.max_context)
+        total = min(tokens + max_new_tokens, self._max_context)
         needed = self.layout.pages_for(total - 1)
         if needed > self.layout.usable_pages:
             raise RequestTooLargeError(
@@ -189,106 +244,155 @@ class Scheduler:
                 "raise kv_pool_bytes or lower max_tokens"
             )
         self._arrivals += 1
-        return QueuedRequest(request_id, token_ids, tokens, total, priority, self._arrivals)
-
-    def _start(self, request: QueuedRequest, *, held: bool) -> RequestHandle:
-        handle = self.request_map.open(request.request_id)
-        self.running.start(handle.row, request, held=held)
-        self._handles[request.request_id] = handle
-        return handle
+        seniority = Seniority(self._steps - priority * AGING_STEPS, self._arrivals)
+        return QueuedRequest(
+            request_id, token_ids, tokens, total, priority, seniority, namespace, read_cache=read_cache, parent=parent
+        )
 
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """Tokens granted [n] of those wanted [n]: single tokens first, then in the order given."""
         single = want == 1
-        left = self.max_step_tokens - int(single.sum())
+        left = self._max_step_tokens - int(single.sum())
         chunks = np.where(single, 0, want)
         before = np.cumsum(chunks) - chunks
         return np.where(single, 1, np.clip(left - before, 0, chunks))
 
-    def _pages_needed(self, rows: Int64Array, grant: Int64Array) -> Int64Array:
-        """New pages [n] that `rows` [n] take when they compute `grant` [n] more tokens."""
-        pages = -(-(self.running.kv_len[rows] + grant) // self.layout.tokens_per_page)
-        return pages - self.request_map.page_count[rows]
-
-    def _fit_pages(
-        self, rows: Int64Array, grant: Int64Array, may_preempt: bool
-    ) -> tuple[Int64Array, Int64Array, tuple[int, ...]] | None:
-        """Cut or preempt from the junior end until the pages suffice; None where that needs a preemption that may not
-        happen.
-        """
-        preempted: list[int] = []
+    def _fit_pages(self, granted: _Granted, preempted: list[int], may_preempt: bool) -> _Granted | None:
+        """Cut or preempt from the junior end until the pages suffice; None where it has to preempt and may not."""
+        rows, tokens = granted
         while len(rows):
-            need = self._pages_needed(rows, grant)
-            spare = self.allocator.free_pages - int(need.sum())
+            need = self.residency.pages_needed(rows, tokens)
+            spare = self.residency.obtainable_pages - int(need.sum())
             if spare >= 0:
                 break
             last = rows[-1]
             for_last = spare + int(need[-1])
             if for_last >= 0:
-                room = (int(self.request_map.page_count[last]) + for_last) * self.layout.tokens_per_page
-                grant[-1] = min(int(grant[-1]), room - int(self.running.kv_len[last]))
+                pages = int(self.residency.request_map.page_count[last]) + for_last
+                room = pages * self.layout.tokens_per_page - int(self.running.kv_len[last])
+                tokens[-1] = min(int(tokens[-1]), room)
                 break
             if not may_preempt:
                 return None
             preempted.append(self._preempt(int(last)))
-            rows, grant = rows[:-1], grant[:-1]
-        return rows, grant, tuple(preempted)
+            rows, tokens = rows[:-1], tokens[:-1]
+        return _Granted(rows, tokens)
 
     def _preempt(self, row: int) -> int:
         request = self.running.requeued(row)
-        self._builder.release_request(self._handles.pop(request.request_id))
+        self.residency.leave(request.request_id)
         self._waiting.push(request)
         return request.request_id
 
-    def _admit(self, rows: Int64Array, grant: Int64Array) -> tuple[Int64Array, Int64Array, tuple[int, ...]]:
-        budget = self.max_step_tokens - int(grant.sum())
-        goal = self.running.kv_goal(rows)
-        spare = self.allocator.free_pages - int(self._pages_needed(rows, goal - self.running.kv_len[rows]).sum())
-        new_rows: list[int] = []
-        new_grant: list[int] = []
-        while budget > 0 and self.request_map.free_rows:
-            request = self._waiting.peek()
-            if request is None:
+    def _make_way(self, preempted: list[int], may_preempt: bool) -> bool:
+        """Preempt requests of strictly lower priority for the head of the queue, where that lets it in.
+
+        False where that needs a preemption that may not be.
+        """
+        head = next(iter(self._waiting.first(1)), None)
+        if head is None:
+            return True
+        juniors = self._pushed_out_by(head)
+        if not juniors:
+            return True
+        share = self.residency.find(head)
+        if share is None:
+            return True
+        missing = self._pages_to_admit(head, share) + self._outstanding() - self.residency.room_beside(share)
+        no_row = self.residency.request_map.free_rows == 0
+        if missing <= 0 and not no_row:
+            return True
+        gains = np.cumsum([self.residency.pages_of_its_own(row) for row in juniors])
+        if gains[-1] < missing:
+            return True
+        if not may_preempt:
+            return False
+        count = max(int(np.searchsorted(gains, missing)) + 1, 1)
+        preempted += [self._preempt(row) for row in juniors[:count]]
+        return True
+
+    def _pushed_out_by(self, head: QueuedRequest) -> list[int]:
+        """Rows that `head` may preempt, most junior first."""
+        running = self.running
+        lower = self.residency.request_map.live & ~running.held & (running.priority < head.priority)
+        # A request that has aged past `head` is its senior, whatever its priority.
+        lower &= running.senior_step > head.seniority.step
+        return running.by_seniority(np.flatnonzero(lower))[::-1].tolist()
+
+    def _outstanding(self) -> int:
+        """Pages that running requests still have to take for the tokens they have."""
+        rows = np.flatnonzero(self.residency.request_map.live)
+        missing = self.residency.pages_needed(rows, self.running.kv_goal(rows) - self.running.kv_len[rows])
+        return int(np.maximum(missing, 0).sum())
+
+    def _pages_to_admit(self, request: QueuedRequest, share: Share) -> int:
+        # One token beyond what is there, so that a preempted request gets further than it was before.
+        tokens = min(len(request.token_ids) + 1, request.max_tokens_total - 1)
+        return self.layout.pages_for(tokens) - share.pages.size
+
+    def _admit(self, granted: _Granted) -> _Granted:
+        """Start waiting requests in what is left of the budget, the rows and the pages."""
+        budget = self._max_step_tokens - int(granted.tokens.sum())
+        outstanding = self._outstanding()
+        rows: list[int] = []
+        tokens: list[int] = []
+        head = self._waiting.first(1)[0].request_id
+        for request, share in self._candidates():
+            if budget <= 0 or not self.residency.request_map.free_rows:
                 break
-            tokens = len(request.token_ids)
-            # One token beyond what is there, so that a preempted request gets further than it was before.
-            needed = self.layout.pages_for(min(tokens + 1, request.max_tokens_total - 1))
-            if needed > spare:
-                break
-            new_rows.append(self._start(self._waiting.pop(), held=False).row)
-            new_grant.append(min(tokens, budget))
-            budget -= new_grant[-1]
-            spare -= needed
-        admitted = np.asarray(new_rows, np.int64)
-        return (
-            np.concatenate([rows, admitted]),
-            np.concatenate([grant, np.asarray(new_grant, np.int64)]),
-            tuple(new_rows),
-        )
+            needed = self._pages_to_admit(request, share)
+            if needed + outstanding > self.residency.room_beside(share):
+                if self._times_passed.get(request.request_id, 0) >= MAX_TIMES_PASSED:
+                    break
+                continue
+            if request.request_id != head and head in self._waiting:
+                self._times_passed[head] = self._times_passed.get(head, 0) + 1
+            self._waiting.remove(request.request_id)
+            self._times_passed.pop(request.request_id, None)
+            rows.append(self.residency.enter(request, share, held=False).row)
+            tokens.append(min(len(request.token_ids) - int(self.running.kv_len[rows[-1]]), budget))
+            budget -= tokens[-1]
+            outstanding += needed
+        return _Granted(np.asarray(rows, np.int64), np.asarray(tokens, np.int64))
+
+    def _candidates(self) -> Iterator[tuple[QueuedRequest, Share]]:
+        """Waiting requests in the order of admission, with what they could share; none that had better wait."""
+        waiting = self._waiting.first(LOOK_PAST)
+        if self._longest_prefix_first:
+            waiting.sort(key=self._prefix_order)
+        for request in waiting:
+            # Looked up one by one: each may wait for what the one before it has just begun to compute.
+            share = self.residency.find(request)
+            if share is not None:
+                yield request, share
+
+    def _prefix_order(self, request: QueuedRequest) -> tuple[bool, int]:
+        """Longest cached prefix first, behind whoever has been passed too often."""
+        share = self.residency.find(request)
+        cached = 0 if share is None else share.cached_tokens(self.layout.tokens_per_page)
+        return self._times_passed.get(request.request_id, 0) < MAX_TIMES_PASSED, -cached
 
     def _plan(
-        self, rows: Int64Array, grant: Int64Array, admitted: tuple[int, ...], preempted: tuple[int, ...]
+        self, rows: Int64Array, tokens: Int64Array, admitted: tuple[int, ...], preempted: tuple[int, ...]
     ) -> StepPlan:
         running = self.running
+        pages = self.residency.advance(rows, tokens)
+        self.residency.publish(rows)
+        self._steps += 1
         kv_len = running.kv_len[rows]
-        reservation = self._builder.reserve(rows, kv_len, grant)
-        # The step clears these pages before it writes to any of them, so they count as clean from here on.
-        self._builder.confirm(reservation)
-        table = self._builder.build(rows, kv_len, grant)
-        running.kv_len[rows] = kv_len + grant
-        samples = running.kv_len[rows] == running.num_tokens[rows]
+        samples = kv_len == running.num_tokens[rows]
         running.num_tokens[rows] += samples
-        token_rows = np.repeat(rows, grant)
         return StepPlan(
             rows=rows,
-            epochs=self.request_map.epoch[rows],
+            epochs=self.residency.request_map.epoch[rows],
             request_ids=running.request_id[rows],
-            positions=kv_len + grant,
+            positions=kv_len,
             samples=samples,
-            token_ids=running.token_ids(token_rows, table.positions.astype(np.int64)),
-            token_rows=token_rows,
-            table=table,
-            scrub_pages=reservation.dirty,
+            token_rows=np.repeat(rows, tokens),
+            table=pages.table,
+            scrub_pages=pages.scrub_pages,
+            copy_sources=pages.copy_sources,
+            copy_targets=pages.copy_targets,
             admitted=admitted,
             preempted=preempted,
         )

@@ -37,6 +37,10 @@ class StaleReservationError(JaxkvError):
     """A reservation some of whose pages were freed, and may be another request's by now."""
 
 
+class SharedPageError(JaxkvError):
+    """A page about to be written that another request, or the cache, also holds."""
+
+
 class Reservation(NamedTuple):
     """Pages newly mapped by one `reserve`, and those to scrub before `confirm`.
 
@@ -116,9 +120,10 @@ class StepBuilder:
         page_ids = self._gather_clean(at, page_counts, page_indptr)
         positions = ragged_ranges(before, added).astype(np.int32)
         # A token's page is found in the list just gathered: the step cannot write what it did not check.
-        page_of_token = np.repeat(page_indptr[:-1], added) + positions // tokens_per_page
+        page_of_token = page_ids[np.repeat(page_indptr[:-1], added) + positions // tokens_per_page]
+        self._require_sole_holder(page_of_token)
         return KvPageTableV1(
-            write_slots=page_ids[page_of_token] * np.int32(tokens_per_page) + positions % np.int32(tokens_per_page),
+            write_slots=page_of_token * np.int32(tokens_per_page) + positions % np.int32(tokens_per_page),
             positions=positions,
             query_start=_offsets(added),
             page_indptr=page_indptr,
@@ -127,6 +132,15 @@ class StepBuilder:
             kv_len=after.astype(np.int32),
             tokens_per_page=tokens_per_page,
         )
+
+    def _require_sole_holder(self, written: NDArray[np.int32]) -> None:
+        shared = self.allocator.reference_count.take(written) != 1
+        if shared.any():
+            page = written[shared][0]
+            raise SharedPageError(
+                f"page {page} has {self.allocator.reference_count[page]} holders and would be written: "
+                "copy a shared page before writing behind it"
+            )
 
     def release_request(self, handle: RequestHandle) -> NDArray[np.int32]:
         """End the request and drop its hold on its pages; return those that became free: int32 [<= pages held].

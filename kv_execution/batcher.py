@@ -1,13 +1,14 @@
 """Continuous batching: submit at any time, step, and take the tokens as they come.
 
 One step stays on the device while the host plans the next, so `step` returns the tokens of the step before the one it
-starts. A request that ends on a stop token is therefore known to have ended one step late; what that step computed
-for it is dropped.
+starts. A request that ends on a stop token is therefore known to have ended one step late; what that step computed for
+it is dropped.
 """
 
+import heapq
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,14 @@ class PromptError(JaxkvError):
     """A prompt that is empty or names tokens that the model does not have."""
 
 
+class RequestEndedError(JaxkvError):
+    """A request that has ended already, or that never was."""
+
+
 def checked_prompt(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> NDArray[np.int32]:
-    """`token_ids` as int32 [tokens]. Raises PromptError where it is empty, not whole numbers, or outside the
-    vocabulary.
+    """`token_ids` as int32 [tokens].
+
+    Raises PromptError where it is empty, not whole numbers, or outside the vocabulary.
     """
     prompt = np.asarray(token_ids)
     if prompt.size == 0:
@@ -43,68 +49,88 @@ def checked_prompt(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: i
 class Batcher:
     """The queue of an engine; one per engine, on the engine's own runtime."""
 
-    def __init__(self, runtime: PagedRuntime, spec: ModelSpec, request_ids: itertools.count) -> None:
+    def __init__(
+        self,
+        runtime: PagedRuntime,
+        spec: ModelSpec,
+        namespace_of: Callable[[str], bytes],
+        request_ids: "itertools.count[int]",
+        clock: Callable[[], float],
+    ) -> None:
         self._runtime = runtime
         self._spec = spec
+        self._namespace_of = namespace_of
         self._request_ids = request_ids
-        self._unfinished: set[int] = set()
+        self._clock = clock
+        self._prompts: dict[int, tuple[NDArray[np.int32], str]] = {}
+        self._deadlines: list[tuple[float, int]] = []
         self._in_flight: DispatchedStep | None = None
         self._undelivered: list[TokenOutput] = []
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or has a token that `step` has not returned yet."""
-        return bool(self._unfinished or self._undelivered)
+        return bool(self._prompts or self._undelivered)
 
     def submit(
-        self, token_ids: Sequence[int] | NDArray[np.integer], params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str = "",
+        read_cache: bool = True,
     ) -> int:
-        """Queue a request and return its id; a higher `priority` goes first.
+        """Queue a request and return its id.
 
-        Raises PromptError, SamplingParamsError for ids outside the vocabulary, and RequestTooLargeError; nothing is
-        queued then.
+        A higher `priority` goes first and may push out running requests of a lower one. After `deadline_s` seconds the
+        request ends with what it has. Requests share cached pages only under the same `cache_salt`; with
+        `read_cache=False` it computes everything itself.
+
+        Raises PromptError, SamplingParamsError for ids outside the vocabulary, RequestTooLargeError, QueueFullError;
+        nothing is queued then.
         """
-        request = self._new_request(
-            checked_prompt(token_ids, self._spec.vocab_size), params or SamplingParams(), priority
-        )
-        self._unfinished.add(request.request_id)
-        return request.request_id
+        prompt = checked_prompt(token_ids, self._spec.vocab_size)
+        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, cache_salt, read_cache, None)
+
+    def fork(
+        self,
+        request_id: int,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Queue another sample of an unfinished request's prompt, which shares the pages of the prompt; returns its id.
+
+        Raises RequestEndedError, and what `submit` raises.
+        """
+        if request_id not in self._prompts:
+            raise RequestEndedError(f"request {request_id} has ended or never was; submit its prompt again")
+        prompt, salt = self._prompts[request_id]
+        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, salt, True, request_id)
 
     def step(self) -> list[TokenOutput]:
         """Start the next step and return the tokens of the one before it, which may be none.
 
         Raises OutOfPagesError where requests wait for pages that only `release` of held handles can free.
         """
-        outputs = self._undelivered + self._advance()
-        self._undelivered = []
+        self._undelivered += self._expired()
+        self._undelivered += self._advance()
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def run_to_end(self, request_ids: Sequence[int]) -> None:
         """Step until all of these have ended; tokens of other requests are kept for the next `step`."""
         awaited = set(request_ids)
-        while not awaited.isdisjoint(self._unfinished):
-            self._undelivered += [output for output in self._advance() if output.request_id not in awaited]
-
-    def _advance(self) -> list[TokenOutput]:
-        previous = self._in_flight
-        plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
-        self._in_flight = None if plan is None else self._runtime.dispatch(plan)
-        if previous is None:
-            if plan is None and self._unfinished:
-                raise OutOfPagesError(1, self._runtime.scheduler.allocator.free_pages)
-            return []
-        return self._collect(previous)
-
-    def _collect(self, step: DispatchedStep) -> list[TokenOutput]:
-        outputs = self._runtime.collect(step)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._end(output.request_id)
-        return outputs
+        while not awaited.isdisjoint(self._prompts):
+            outputs = self._expired() + self._advance()
+            self._undelivered += [output for output in outputs if output.request_id not in awaited]
 
     def abort(self, request_id: int) -> bool:
         """End a request in any state and free what it holds; False where it has ended already."""
-        if request_id not in self._unfinished:
+        if request_id not in self._prompts:
             return False
         self._end(request_id)
         return True
@@ -114,30 +140,74 @@ class Batcher:
 
         False where it does not run, so that there is nothing to take.
         """
-        self._drain()
-        return request_id in self._unfinished and self._runtime.scheduler.preempt(request_id)
-
-    def _drain(self) -> None:
-        """Wait for the step on the device, so that the host knows every token."""
         if self._in_flight is not None:
             in_flight, self._in_flight = self._in_flight, None
             self._undelivered += self._collect(in_flight)
+        return request_id in self._prompts and self._runtime.scheduler.preempt(request_id)
 
-    def _new_request(self, prompt: NDArray[np.int32], params: SamplingParams, priority: int) -> Request:
+    def _queue(
+        self,
+        prompt: NDArray[np.int32],
+        params: SamplingParams,
+        priority: int,
+        deadline_s: float | None,
+        cache_salt: str,
+        read_cache: bool,
+        parent: int | None,
+    ) -> int:
         params.check_vocabulary(self._spec.vocab_size)
         request_id = next(self._request_ids)
-        queued = self._runtime.scheduler.submit(request_id, prompt, max_new_tokens=params.max_tokens, priority=priority)
-        request = make_request(request_id, len(prompt), queued.max_tokens_total, params, self._spec)
-        self._runtime.requests[request_id] = request
-        return request
+        queued = self._runtime.scheduler.submit(
+            request_id,
+            prompt,
+            max_new_tokens=params.max_tokens,
+            priority=priority,
+            namespace=self._namespace_of(cache_salt),
+            read_cache=read_cache,
+            parent=parent,
+        )
+        self._runtime.requests[request_id] = make_request(
+            request_id, len(prompt), queued.max_tokens_total, params, self._spec
+        )
+        self._prompts[request_id] = prompt, cache_salt
+        if deadline_s is not None:
+            heapq.heappush(self._deadlines, (self._clock() + deadline_s, request_id))
+        return request_id
+
+    def _advance(self) -> list[TokenOutput]:
+        previous = self._in_flight
+        plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
+        self._in_flight = None if plan is None else self._runtime.dispatch(plan)
+        if previous is not None:
+            return self._collect(previous)
+        if plan is None and self._prompts:
+            raise OutOfPagesError(1, self._runtime.scheduler.residency.obtainable_pages)
+        return []
+
+    def _collect(self, step: DispatchedStep) -> list[TokenOutput]:
+        outputs = self._runtime.collect(step)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output.request_id)
+        return outputs
+
+    def _expired(self) -> list[TokenOutput]:
+        """End the requests whose time is up."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            request_id = heapq.heappop(self._deadlines)[1]
+            if request_id in self._prompts:
+                outputs.append(self._runtime.requests[request_id].expire())
+                self._end(request_id)
+        return outputs
 
     def _end(self, request_id: int) -> None:
-        self._unfinished.discard(request_id)
         self._runtime.scheduler.finish(request_id)
-        del self._runtime.requests[request_id]
-        if not self._unfinished:
+        del self._prompts[request_id], self._runtime.requests[request_id]
+        if not self._prompts:
             # Nothing on the device can matter any more, and a step that nobody waits for must not outlive its requests.
             self._in_flight = None
+            self._deadlines.clear()
 
 
 def make_request(

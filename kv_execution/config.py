@@ -14,14 +14,19 @@ class EngineConfig:
     """The settings of a `PagedEngine`.
 
     Attributes:
-        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included. tokens_per_page: tokens in a
-        page. max_requests: requests that run at once; more wait. max_step_tokens: the token budget of one step, which
-        also bounds a prefill chunk. max_context: longest prompt plus answer in tokens; None for the model's own
-        limit. kv_dtype: dtype of the pools; None for the model's compute dtype. provider: kernel provider by name, or
-        `auto`. unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend
-        would copy a layer's
-            weights out of their stack.
-        debug: check every invariant after every step, and fill freed pages with NaN so that any read of one is loud.
+        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included.
+        tokens_per_page: tokens in a page.
+        max_requests: requests that run at once; more wait.
+        max_step_tokens: the token budget of one step, which also bounds a prefill chunk.
+        max_context: longest prompt plus answer in tokens; None for the model's own limit.
+        kv_dtype: dtype of the pools; None for the model's compute dtype.
+        prefix_cache: keep the K/V of full pages and share it between requests that begin with the same tokens.
+        longest_prefix_first: among those that have waited longest, admit the requests that share most first.
+        max_waiting: requests that may wait; None for any number.
+        provider: kernel provider by name, or `auto`.
+        unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy
+            a layer's weights out of their stack.
+        debug: check every invariant after every step, and fill freed pages with NaN so that any read is loud.
     """
 
     kv_pool_bytes: int = 512 << 20
@@ -30,6 +35,9 @@ class EngineConfig:
     max_step_tokens: int = 256
     max_context: int | None = None
     kv_dtype: str | None = None
+    prefix_cache: bool = True
+    longest_prefix_first: bool = False
+    max_waiting: int | None = None
     provider: str = "auto"
     unroll_layers: bool = False
     debug: bool = False
@@ -43,6 +51,8 @@ class EngineConfig:
             raise EngineConfigError(
                 f"max_context is {self.max_context}; give at least 2, a token of prompt and one of answer"
             )
+        if self.max_waiting is not None and self.max_waiting < 0:
+            raise EngineConfigError(f"max_waiting is {self.max_waiting}; give 0 or more, or None for any number")
         if self.max_step_tokens < self.max_requests:
             raise EngineConfigError(
                 f"max_step_tokens {self.max_step_tokens} is below max_requests {self.max_requests}, so a "

@@ -5,8 +5,10 @@ in bulk: `batcher` for continuous batching, `generate` for a list. Both share on
 """
 
 import contextlib
+import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,8 +19,11 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1, layout_for_budget
 from kv_common.model_spec import ModelSpec
+from kv_common.namespace import CacheNamespace
 from kv_control.buckets import ShapeBuckets, StepShape
+from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
+from kv_control.scheduler import Scheduler
 from kv_execution.batcher import Batcher, checked_prompt, make_request
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.protocols import CausalModel
@@ -53,6 +58,7 @@ class EngineStats(NamedTuple):
 
     pages_in_use: int
     peak_pages_in_use: int
+    cached_pages: int
     free_pages: int
     running: int
     waiting: int
@@ -60,6 +66,7 @@ class EngineStats(NamedTuple):
     prefill_tokens: int
     decode_tokens: int
     preemptions: int
+    copied_pages: int
     traces: int
     shapes_used: int
 
@@ -78,8 +85,13 @@ class PrefillResult(NamedTuple):
 class PagedEngine:
     """A model on a paged K/V cache. Not thread-safe: one thread drives an engine."""
 
-    def __init__(self, model: CausalModel, config: EngineConfig | None = None) -> None:
-        """Plan for `model`; nothing is allocated yet. Raises EngineConfigError, LayoutError or ProviderError."""
+    def __init__(
+        self, model: CausalModel, config: EngineConfig | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Plan for `model`; nothing is allocated yet. `clock` gives the seconds that deadlines are measured in.
+
+        Raises EngineConfigError, LayoutError or ProviderError.
+        """
         self.model = model
         self.config = config = config or EngineConfig()
         spec = model.spec
@@ -122,6 +134,7 @@ class PagedEngine:
         self._runtime: PagedRuntime | None = None
         self._batcher: Batcher | None = None
         self._request_ids = itertools.count()
+        self._clock = clock
         self._held: dict[int, RequestHandle] = {}
 
     def describe(self) -> EnginePlan:
@@ -140,16 +153,36 @@ class PagedEngine:
         """Allocate pools, page map and device state, and say what was allocated. A second call starts afresh, with
         what is compiled kept.
         """
-        layout = self._layout
-        self._runtime = PagedRuntime(
-            self.model.params,
-            self._provider.provider,
-            self._programs,
+        layout, config = self._layout, self.config
+        scheduler = Scheduler(
             layout,
-            self._buckets,
-            debug=self.config.debug,
+            max_requests=config.max_requests,
+            max_step_tokens=config.max_step_tokens,
+            max_context=self._buckets.max_context,
+            max_waiting=config.max_waiting,
+            prefix_cache=config.prefix_cache,
+            longest_prefix_first=config.longest_prefix_first,
         )
-        self._batcher = Batcher(self._runtime, self.model.spec, self._request_ids)
+        self._runtime = PagedRuntime(
+            self.model.params, self._provider.provider, self._programs, scheduler, self._buckets, debug=config.debug
+        )
+        self._namespace = CacheNamespace(
+            # The fingerprint covers configuration, RoPE and compute dtype too.
+            weights_fingerprint=self.model.fingerprint if config.prefix_cache else b"",
+            revision="",
+            model_config=(),
+            rope=(),
+            compute_dtype=self.model.spec.dtype,
+            # Requests come as token ids, so what made them of a text is no part of their K/V.
+            tokenizer_fingerprint=b"",
+            kv_dtype=layout.dtype,
+            kv_quantization="",
+            layout=layout.page_geometry,
+            kv_head_shards=layout.kv_head_shards,
+        )
+        self._batcher = Batcher(
+            self._runtime, self.model.spec, self._namespace_of, self._request_ids, clock=self._clock
+        )
         self._held = {}
         logger.info(
             "paged runtime: %d pages of %d tokens (%d tokens, %.1f MiB of %s), %s kernels",
@@ -163,17 +196,21 @@ class PagedEngine:
         return self.describe()
 
     def warmup_paged(self, progress: Callable[[int, StepShape], None] | None = None) -> tuple[StepShape, ...]:
-        """Compile every shape that a step can have; `progress(done, shape)` is called before each. Returns the
-        shapes.
-        """
+        """Compile every shape that a step can have, and return them; `progress(done, shape)` is called before each."""
         shapes = self._buckets.reachable()
         self._require_runtime().warm_up(shapes, progress)
         return shapes
 
     def prefill_paged(
-        self, token_ids: Sequence[int] | NDArray[np.integer], params: SamplingParams | None = None
+        self,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
     ) -> PrefillResult:
         """Compute a prompt's K/V and its first token; other requests stand still meanwhile.
+
+        Requests share cached pages only under the same `cache_salt`.
 
         Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
         held then.
@@ -182,11 +219,13 @@ class PagedEngine:
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
         params.check_vocabulary(self.model.spec.vocab_size)
         request_id = next(self._request_ids)
-        handle = runtime.scheduler.hold(request_id, prompt, max_new_tokens=params.max_tokens)
+        handle = runtime.scheduler.hold(
+            request_id, prompt, max_new_tokens=params.max_tokens, namespace=self._namespace_of(cache_salt)
+        )
         total = int(runtime.scheduler.running.max_tokens_total[handle.row])
         request = make_request(request_id, len(prompt), total, params, self.model.spec)
         runtime.requests[request_id] = request
-        runtime.assign(handle.row, request)
+        runtime.begin(handle.row, request)
         self._held[request_id] = handle
         with contextlib.ExitStack() as undo:
             undo.callback(self.release, handle)
@@ -195,8 +234,9 @@ class PagedEngine:
                 outputs = self._run_held([handle])
             undo.pop_all()
         first = outputs[0]
+        assert first.token is not None
         return PrefillResult(
-            handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, cached_tokens=0
+            handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, first.cached_tokens
         )
 
     def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
@@ -217,7 +257,7 @@ class PagedEngine:
     def release(self, handle: RequestHandle) -> None:
         """Free a held request's row and pages. Raises StaleHandleError where it was released before."""
         runtime = self._require_runtime()
-        runtime.scheduler.request_map.row_of(handle)
+        runtime.scheduler.residency.request_map.row_of(handle)
         runtime.scheduler.finish(handle.request_id)
         del self._held[handle.request_id], runtime.requests[handle.request_id]
 
@@ -265,9 +305,17 @@ class PagedEngine:
         """
         runtime = self._require_runtime()
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        handle = runtime.scheduler.hold(next(self._request_ids), prompt, max_new_tokens=1)
+        # Every token has to be computed for its logits, so nothing is taken from the cache.
+        handle = runtime.scheduler.hold(
+            next(self._request_ids),
+            prompt,
+            max_new_tokens=1,
+            namespace=self._namespace_of(""),
+            read_cache=False,
+        )
         try:
             parts = []
+            runtime.begin(handle.row)
             rows = np.array([handle.row])
             while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
                 parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
@@ -279,19 +327,33 @@ class PagedEngine:
         """Counts of the running engine."""
         runtime = self._require_runtime()
         scheduler, counters = runtime.scheduler, runtime.counters
+        allocator = scheduler.residency.allocator
         return EngineStats(
-            pages_in_use=scheduler.allocator.live_pages,
+            pages_in_use=allocator.live_pages,
             peak_pages_in_use=counters.peak_pages_in_use,
-            free_pages=scheduler.allocator.free_pages,
-            running=scheduler.num_running,
+            cached_pages=allocator.cached_pages,
+            free_pages=allocator.free_pages,
+            running=scheduler.residency.num_running,
             waiting=scheduler.num_waiting,
             steps=counters.steps,
             prefill_tokens=counters.prefill_tokens,
             decode_tokens=counters.decode_tokens,
             preemptions=counters.preemptions,
+            copied_pages=counters.copied_pages,
             traces=self._traces,
             shapes_used=len(counters.shapes),
         )
+
+    def prefix_statistics(self) -> PrefixStatistics:
+        """Hits, misses by reason, and evictions of the prefix cache."""
+        return self._require_runtime().scheduler.residency.trie.statistics
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix and return how many pages that freed; running requests keep theirs."""
+        return len(self._require_runtime().scheduler.residency.trie.reset())
+
+    def _namespace_of(self, cache_salt: str) -> bytes:
+        return dataclasses.replace(self._namespace, tenant=cache_salt).digest()
 
     def _run_held(self, handles: list[RequestHandle]) -> list[TokenOutput]:
         runtime = self._require_runtime()
@@ -311,8 +373,9 @@ def _result(outputs: list[TokenOutput]) -> GenerationResult:
     reason = outputs[-1].finish_reason
     assert reason is not None
     return GenerationResult(
-        tokens=tuple(output.token for output in outputs),
-        logprobs=tuple(output.logprob for output in outputs),
-        top_logprobs=tuple(output.top_logprobs for output in outputs),
+        tokens=tuple(output.token for output in outputs if output.token is not None),
+        logprobs=tuple(output.logprob for output in outputs if output.token is not None),
+        top_logprobs=tuple(output.top_logprobs for output in outputs if output.token is not None),
         finish_reason=reason,
+        cached_tokens=outputs[-1].cached_tokens,
     )

@@ -25,6 +25,10 @@ class CausalModel(Protocol):
         """Sizes of the model."""
 
     @property
+    def fingerprint(self) -> bytes:
+        """Digest of everything that its K/V depends on: weights and configuration, by content."""
+
+    @property
     def params(self) -> Any:
         """A pytree of device arrays."""
 

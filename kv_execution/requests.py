@@ -1,11 +1,12 @@
 """What a caller gets back from a request: token by token, or whole."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kv_execution.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "deadline"]
 
 
 class TokenLogprob(NamedTuple):
@@ -16,22 +17,30 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenOutput(NamedTuple):
-    """One generated token. `finish_reason` is set on a request's last; a token that stopped it is included."""
+    """One generated token. `finish_reason` is set on a request's last; a token that stopped it is included.
+
+    A request that ran out of time ends with an output of no token: `token` is None and `logprob` NaN.
+    """
 
     request_id: int
-    token: int
+    token: int | None
     logprob: float
     top_logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
+    cached_tokens: int
 
 
 class GenerationResult(NamedTuple):
-    """Everything that one request generated; `logprobs` and `top_logprobs` are aligned with `tokens`."""
+    """Everything that one request generated; `logprobs` and `top_logprobs` are aligned with `tokens`.
+
+    `cached_tokens` of its tokens were not computed when it last started, since their K/V was there.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...]
     finish_reason: FinishReason
+    cached_tokens: int
 
 
 @dataclass(eq=False)
@@ -44,6 +53,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    cached_tokens: int = 0
     outputs: list[TokenOutput] = field(default_factory=list)
 
     def accept(self, token: int, logprob: float, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
@@ -53,6 +63,12 @@ class Request:
             reason = "stop"
         elif self.prompt_len + len(self.outputs) + 1 >= self.max_tokens_total:
             reason = "length"
-        output = TokenOutput(self.request_id, token, logprob, top_logprobs, reason)
+        output = TokenOutput(self.request_id, token, logprob, top_logprobs, reason, self.cached_tokens)
+        self.outputs.append(output)
+        return output
+
+    def expire(self) -> TokenOutput:
+        """End for lack of time."""
+        output = TokenOutput(self.request_id, None, math.nan, (), "deadline", self.cached_tokens)
         self.outputs.append(output)
         return output

@@ -5,20 +5,19 @@ sampled tokens back. Dispatch and collection are apart so that the host can plan
 on this one. The state is donated and rebound in one statement.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
 from kv_control.buckets import ShapeBuckets, StepShape, page_entries, scrub_entries
 from kv_control.scheduler import Scheduler, StepPlan
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
-from kv_execution.sampling import Sampled, SamplingInputs, empty_sampler_state, set_bias
+from kv_execution.sampling import Sampled, SamplingInputs, empty_sampler_state, set_request
 from kv_execution.sampling_table import SamplingTable
 from kv_execution.step import DeviceState, ForwardInputs, StepPrograms
 from kv_kernels.provider import KernelProvider, PlanShape
@@ -39,6 +38,7 @@ class RuntimeCounters:
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.preemptions = 0
+        self.copied_pages = 0
         self.peak_pages_in_use = 0
         self.shapes: set[StepShape] = set()
 
@@ -51,19 +51,14 @@ class PagedRuntime:
         params: Any,
         provider: KernelProvider,
         programs: StepPrograms,
-        layout: KvStorageLayoutV1,
+        scheduler: Scheduler,
         buckets: ShapeBuckets,
         *,
         debug: bool,
     ) -> None:
-        self.layout = layout
+        self.layout = scheduler.layout
         self.buckets = buckets
-        self.scheduler = Scheduler(
-            layout,
-            max_requests=buckets.max_rows,
-            max_step_tokens=buckets.max_tokens,
-            max_context=buckets.max_context,
-        )
+        self.scheduler = scheduler
         self.requests: dict[int, Request] = {}
         self.counters = RuntimeCounters()
         self._params = params
@@ -72,7 +67,7 @@ class PagedRuntime:
         self._debug = debug
         self._table = SamplingTable(buckets.max_rows)
         self.state = DeviceState(
-            pools=allocate_pools(layout), sampler=empty_sampler_state(buckets.max_rows, buckets.max_context)
+            pools=allocate_pools(self.layout), sampler=empty_sampler_state(buckets.max_rows, buckets.max_context)
         )
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, StepShape], None] | None = None) -> None:
@@ -81,24 +76,28 @@ class PagedRuntime:
             if progress is not None:
                 progress(done, shape)
             jax.block_until_ready(self._run(None, shape))
-        self.state = self.state._replace(sampler=set_bias(self.state.sampler, 0, (), ()))
+        self._set_request(self.buckets.max_rows, np.zeros(0, np.int32), {})  # a row past the last changes nothing
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
-    def assign(self, row: int, request: Request) -> None:
-        """`request` has been given `row`: take over its sampling parameters."""
-        self._table.assign(row, request)
-        if bias := request.params.logit_bias:
-            sampler = set_bias(self.state.sampler, row, list(bias.keys()), list(bias.values()))
-            self.state = self.state._replace(sampler=sampler)
+    def begin(self, row: int, request: Request | None = None) -> None:
+        """`row` has begun: give the device its tokens, and `request`, if it samples, its parameters."""
+        running = self.scheduler.running
+        bias: Mapping[int, float] = {}
+        if request is not None:
+            request.cached_tokens = int(running.cached_tokens[row])
+            bias = request.params.logit_bias
+            self._table.assign(row, request)
+        self._set_request(row, running.known_tokens(row, 0, int(running.num_known[row])), bias)
 
     def dispatch(self, plan: StepPlan) -> DispatchedStep:
         """Start a step on the device; returns at once where the backend runs asynchronously."""
         for row in plan.admitted:
-            self.assign(row, self.requests[int(self.scheduler.running.request_id[row])])
+            self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
         shape = self._shape_of(plan)
-        self._prepare(plan)
+        self._check(plan)
         sampled = self._run(plan, shape)
+        self._poison_freed()
         self._count(plan, shape)
         return DispatchedStep(plan, sampled)
 
@@ -115,9 +114,10 @@ class PagedRuntime:
         tokens.
         """
         shape = self._shape_of(plan)
-        self._prepare(plan)
+        self._check(plan)
         inputs = self._inputs(plan, shape)
         self.state, logprobs = self._programs.score(self._params, self.state, inputs)
+        self._poison_freed()
         return np.asarray(logprobs)[: plan.table.tokens]
 
     def _run(self, plan: StepPlan | None, shape: StepShape) -> Sampled:
@@ -143,16 +143,26 @@ class PagedRuntime:
     def _shape_of(self, plan: StepPlan) -> StepShape:
         return self.buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max()))
 
-    def _prepare(self, plan: StepPlan) -> None:
-        """Debug mode: prove the bookkeeping, and make every page that nobody holds loud."""
-        if not self._debug:
-            return
-        plan.table.validate(self.layout.num_pages)
-        self.scheduler.check_invariants()
-        allocator = self.scheduler.allocator
-        freed = np.flatnonzero(allocator.dirty & (allocator.reference_count == 0))
-        # Pages that this step clears are poisoned too: a step that forgot to clear one would then show it.
-        self._poison(np.concatenate([freed.astype(np.int32), plan.scrub_pages]))
+    def _check(self, plan: StepPlan) -> None:
+        """Debug mode, before a step: prove the bookkeeping, and make the pages loud that the step has to clear."""
+        if self._debug:
+            plan.table.validate(self.layout.num_pages)
+            self.scheduler.residency.check_invariants()
+            self._poison(plan.scrub_pages)
+
+    def _poison_freed(self) -> None:
+        """Debug mode, after a step: make every page loud that nobody holds.
+
+        Not before it: a page may have been given back while the step was planned, for an equal one in the cache, and
+        the step still reads it.
+        """
+        if self._debug:
+            allocator = self.scheduler.residency.allocator
+            freed = np.flatnonzero(allocator.dirty & (allocator.reference_count == 0))
+            self._poison(freed.astype(np.int32))
+
+    def _set_request(self, row: int, token_ids: NDArray[np.int32], logit_bias: Mapping[int, float]) -> None:
+        self.state = self.state._replace(sampler=set_request(self.state.sampler, row, token_ids, logit_bias))
 
     def _poison(self, pages: NDArray[np.int32]) -> None:
         self.state = self.state._replace(pools=poison_pages(self.state.pools, pages, self.layout))
@@ -160,28 +170,31 @@ class PagedRuntime:
     def _inputs(self, plan: StepPlan | None, shape: StepShape) -> ForwardInputs:
         """The arrays of a step padded to `shape`; of padding alone where there is no plan."""
         tokens_per_page = self.layout.tokens_per_page
-        token_ids = np.zeros(shape.tokens, np.int32)
         token_rows = np.full(shape.tokens, self.buckets.max_rows, np.int32)
         positions = np.zeros(shape.tokens, np.int32)
         slots = np.arange(shape.tokens, dtype=np.int32) % tokens_per_page
         scrub_pages = np.full(scrub_entries(shape, tokens_per_page), -1, np.int32)
+        copy_sources = np.zeros(shape.rows, np.int32)
+        copy_targets = np.full(shape.rows, -1, np.int32)
         logit_rows = np.zeros(shape.rows, np.int32)
         table = _empty_table(tokens_per_page)
         if plan is not None:
             table = plan.table
-            token_ids[: table.tokens] = plan.token_ids
             token_rows[: table.tokens] = plan.token_rows
             positions[: table.tokens] = table.positions
             slots[: table.tokens] = table.write_slots
             scrub_pages[: len(plan.scrub_pages)] = plan.scrub_pages
+            copy_sources[: len(plan.copy_sources)] = plan.copy_sources
+            copy_targets[: len(plan.copy_targets)] = plan.copy_targets
             logit_rows[: table.rows] = table.query_start[1:] - 1
         plan_shape = PlanShape(shape.tokens, shape.rows, page_entries(shape, tokens_per_page))
         return ForwardInputs(
-            token_ids=token_ids,
             token_rows=token_rows,
             positions=positions,
             slots=slots,
             scrub_pages=scrub_pages,
+            copy_sources=copy_sources,
+            copy_targets=copy_targets,
             logit_rows=logit_rows,
             plan=self._provider.plan(table, plan_shape),
         )
@@ -200,8 +213,9 @@ class PagedRuntime:
         counters.decode_tokens += decodes
         counters.prefill_tokens += plan.table.tokens - decodes
         counters.preemptions += len(plan.preempted)
+        counters.copied_pages += len(plan.copy_targets)
         counters.shapes.add(shape)
-        counters.peak_pages_in_use = max(counters.peak_pages_in_use, self.scheduler.allocator.live_pages)
+        counters.peak_pages_in_use = max(counters.peak_pages_in_use, self.scheduler.residency.allocator.live_pages)
 
 
 def _empty_table(tokens_per_page: int) -> KvPageTableV1:

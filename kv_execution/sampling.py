@@ -9,7 +9,7 @@ integer image of float32, never a sort. Log-probabilities are natural and of the
 Logits that are NaN count as -inf; a row of them yields token 0 with a NaN log-probability, which is how it shows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -55,9 +55,9 @@ class SamplingInputs(NamedTuple):
 class SamplerState(NamedTuple):
     """What the device remembers of every request between steps; the step donates and returns it."""
 
-    history: jax.Array  # i32 [max_requests, max_context]: token ids by position
-    bias_ids: jax.Array  # i32 [max_requests, MAX_LOGIT_BIAS]
-    bias_values: jax.Array  # f32 [max_requests, MAX_LOGIT_BIAS]
+    history: Column  # i32 [max_requests, max_context]: token ids by position
+    bias_ids: Column  # i32 [max_requests, MAX_LOGIT_BIAS]
+    bias_values: Column  # f32 [max_requests, MAX_LOGIT_BIAS]
 
 
 class Sampled(NamedTuple):
@@ -78,18 +78,27 @@ def empty_sampler_state(max_requests: int, max_context: int) -> SamplerState:
     )
 
 
-def set_bias(state: SamplerState, row: int, ids: Sequence[int], values: Sequence[float]) -> SamplerState:
-    """Write one request's logit bias (at most MAX_LOGIT_BIAS entries) to its row. Donates `state`; compiles once."""
-    padded_ids = np.zeros(MAX_LOGIT_BIAS, np.int32)
-    padded_ids[: len(ids)] = ids
-    padded_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
-    padded_values[: len(values)] = values
-    return _set_bias_row(state, np.int32(row), padded_ids, padded_values)
+def set_request(
+    state: SamplerState, row: int, token_ids: np.ndarray[Any, np.dtype[Any]], logit_bias: Mapping[int, float]
+) -> SamplerState:
+    """Give `row` to a request of `token_ids` [tokens], with a bias of at most MAX_LOGIT_BIAS entries.
+
+    A row outside the state changes nothing. Donates `state`; compiles once.
+    """
+    history = np.zeros((1, state.history.shape[1]), np.int32)
+    history[0, : len(token_ids)] = token_ids
+    bias_ids = np.zeros((1, MAX_LOGIT_BIAS), np.int32)
+    bias_ids[0, : len(logit_bias)] = list(logit_bias.keys())
+    bias_values = np.zeros((1, MAX_LOGIT_BIAS), np.float32)
+    bias_values[0, : len(logit_bias)] = list(logit_bias.values())
+    return _set_rows(state, np.array([row], np.int32), SamplerState(history, bias_ids, bias_values))
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_bias_row(state: SamplerState, row: jax.Array, ids: jax.Array, values: jax.Array) -> SamplerState:
-    return state._replace(bias_ids=state.bias_ids.at[row].set(ids), bias_values=state.bias_values.at[row].set(values))
+def _set_rows(state: SamplerState, rows: jax.Array, values: SamplerState) -> SamplerState:
+    return SamplerState(
+        *(write_rows(jnp.asarray(old), rows, jnp.asarray(new)) for old, new in zip(state, values, strict=True))
+    )
 
 
 def record_tokens(state: SamplerState, history_row: Column, position: Column, token: Column) -> SamplerState:
@@ -97,7 +106,9 @@ def record_tokens(state: SamplerState, history_row: Column, position: Column, to
     max_requests, max_context = state.history.shape
     inside = (history_row >= 0) & (history_row < max_requests) & (position >= 0) & (position < max_context)
     flat = jnp.where(inside, history_row * max_context + position, -1)
-    history = write_rows(state.history.reshape(-1), flat, token).reshape(max_requests, max_context)
+    history = write_rows(jnp.asarray(state.history).reshape(-1), flat, jnp.asarray(token)).reshape(
+        max_requests, max_context
+    )
     return state._replace(history=history)
 
 

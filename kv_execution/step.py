@@ -1,9 +1,9 @@
 """The jitted programs of a step: the network over the pools, then sampling, all on the device.
 
-The state (pools, token histories, logit biases) is taken by donation and returned. Token ids come from the host for
-prompts and from the history for tokens that an earlier step sampled, so that a step can be dispatched before the
-tokens of the last one have reached the host. Sampling is a program of its own, since it depends on the number of rows
-only: compiled into every shape of the network it would take half of the warm-up.
+The state (pools, token histories, logit biases) is taken by donation and returned. Token ids are read from the
+histories, where sampling leaves them, so that a step can be dispatched before the tokens of the last one have reached
+the host. Sampling is a program of its own, since it depends on the number of rows only: compiled into every shape of
+the network it would take half of the warm-up.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,17 @@ class DeviceState(NamedTuple):
 class ForwardInputs(NamedTuple):
     """One step's arrays, padded to its shape; int32.
 
-    token_ids, token_rows, positions, slots: [tokens]; token_ids is -1 where the history has the id, token_rows is
-    past the last request for padding. scrub_pages [entries], -1 for none. logit_rows [rows]: the last token of each
+    token_rows, positions, slots: [tokens], where each token is in the histories and where its K/V goes. scrub_pages
+    [entries] and copy_targets [rows], -1 for none; copy_sources [rows]. logit_rows [rows]: the last token of each
     row. plan: the provider's.
     """
 
-    token_ids: Any
     token_rows: Any
     positions: Any
     slots: Any
     scrub_pages: Any
+    copy_sources: Any
+    copy_targets: Any
     logit_rows: Any
     plan: Any
 
@@ -79,29 +80,29 @@ def build_step_programs(
 
     def run(params: Any, state: DeviceState, inputs: ForwardInputs, logit_rows: jax.Array) -> ForwardResult:
         on_trace()
-        from_host = inputs.token_ids >= 0
-        write_rows = jnp.where(from_host, inputs.token_rows, -1)
-        sampler = record_tokens(state.sampler, write_rows, inputs.positions, inputs.token_ids)
-        sampled_before = sampler.history.at[inputs.token_rows, inputs.positions].get(mode="clip")
+        # The history has every token: prompts since their request began, sampled ones since they were sampled.
+        history = jnp.asarray(state.sampler.history)
+        token_ids = history.at[inputs.token_rows, inputs.positions].get(mode="clip")
         view = StepView(
             positions=inputs.positions,
             pools=state.pools,
             slots=inputs.slots,
             scrub_pages=inputs.scrub_pages,
+            copy_sources=inputs.copy_sources,
+            copy_targets=inputs.copy_targets,
             plan=inputs.plan,
             provider=provider,
             num_pages=layout.num_pages,
             unroll=unroll_layers,
         )
-        token_ids = jnp.where(from_host, inputs.token_ids, sampled_before)
         logits, view = model.forward(params, token_ids, view, logit_rows)
-        return ForwardResult(DeviceState(view.pools, sampler), logits)
+        return ForwardResult(state._replace(pools=view.pools), logits)
 
     def forward(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
         return run(params, state, inputs, inputs.logit_rows)
 
     def score(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
-        result = run(params, state, inputs, jnp.arange(inputs.token_ids.shape[0]))
+        result = run(params, state, inputs, jnp.arange(inputs.token_rows.shape[0]))
         return result._replace(logits=jax.nn.log_softmax(result.logits, axis=-1))
 
     def sample_rows(logits: jax.Array, state: SamplerState, inputs: SamplingInputs) -> SampleResult:

@@ -42,6 +42,8 @@ class StepView:
     pools: PoolPair
     slots: jax.Array  # [tokens] i32: where each token's K/V goes, in layer 0
     scrub_pages: jax.Array  # [entries] i32: pages to clear before the append; -1 for none
+    copy_sources: jax.Array  # [rows] i32: pages to copy after that, before the append
+    copy_targets: jax.Array  # [rows] i32: where to; -1 for none
     plan: Any
     provider: KernelProvider = field(metadata={"static": True})
     num_pages: int = field(metadata={"static": True})
@@ -62,7 +64,7 @@ class StepView:
         everything so far.
         """
         first_page = layer * self.num_pages
-        pools = self._scrubbed(first_page)
+        pools = self._prepared(first_page)
         pools = self.provider.append_kv(k, v, self.slots + first_page * pools.k.shape[1], pools)
         values = self.provider.paged_attention(
             q, pools, self.plan, first_page=first_page, scale=scale, window=window, soft_cap=soft_cap
@@ -99,9 +101,16 @@ class StepView:
             carry = lax.fori_loop(0, num_layers, lambda layer, carry: tuple(body(layer, *carry)), carry)
         return Looped(*carry)
 
-    def _scrubbed(self, first_page: LayerIndex) -> PoolPair:
-        """The pools with this step's newly dealt pages cleared in one layer, so that no request can meet another's
-        K/V.
+    def _prepared(self, first_page: LayerIndex) -> PoolPair:
+        """The pools with this step's newly dealt pages cleared in one layer, and its shared pages copied.
+
+        Cleared, so that no request can meet another's K/V; copied, so that none writes into a page that another reads.
         """
-        rows = jnp.where(self.scrub_pages < 0, -1, self.scrub_pages + first_page)
-        return PoolPair(*(write_rows(pool, rows, 0) for pool in self.pools))
+        scrub = jnp.where(self.scrub_pages < 0, -1, self.scrub_pages + first_page)
+        targets = jnp.where(self.copy_targets < 0, -1, self.copy_targets + first_page)
+
+        def prepare(pool: jax.Array) -> jax.Array:
+            pool = write_rows(pool, scrub, 0)
+            return write_rows(pool, targets, pool[self.copy_sources + first_page])
+
+        return PoolPair(*(prepare(pool) for pool in self.pools))

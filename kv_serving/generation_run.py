@@ -91,7 +91,7 @@ def run_jobs(
     while batcher.has_unfinished:
         in_decode = not waiting_for_first
         for output in batcher.step():
-            if output.request_id not in running:
+            if output.token is None or output.request_id not in running:
                 continue
             waiting_for_first.discard(output.request_id)
             decode_tokens += in_decode

@@ -3,9 +3,9 @@
 from models.assembly import CheckpointError, LoadProgress
 from models.chat_template import ChatTemplate, ChatTemplateError
 from models.config import ModelConfigError, UnsupportedModelError
+from models.decoder import Forward
 from models.generation import GenerationDefaults
 from models.loader import LoadedModel, load_model
-from models.seam import Forward
 from models.stream_decoder import StreamDecoder
 from models.tokenizer import Tokenizer, TokenizerError
 

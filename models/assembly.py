@@ -1,8 +1,9 @@
 """From the tensors of a checkpoint to the parameters of a decoder: names and shapes checked first, then stack by stack.
 
 Layers are written one at a time into their stack in its final dtype, and a stack goes to the device before the next is
-begun, so peak memory is the model plus one stack. Block-quantized tensors stay quantized where a whole stack has one
-kind; layers of different kinds are dequantized to the compute dtype, because re-encoding one would change its values.
+begun, so peak memory is the model, one stack and one tensor. Block-quantized tensors stay quantized where a whole stack
+has one kind; layers of different kinds are dequantized to the compute dtype, because re-encoding one would change its
+values.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Tensor = np.ndarray | BlockQuantWeight
 
 
 class Checkpoint(Protocol):
-    """The tensors of one model on disk; `read` maps memory, it does not copy where it need not."""
+    """The tensors of one model on disk; nothing is held in memory but what `read` has returned."""
 
     @property
     def origin(self) -> str:

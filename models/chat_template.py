@@ -77,13 +77,21 @@ class ChatTemplate:
 
 
 def template_from_directory(directory: Path, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, the one named `default`)."""
+    """From chat_template.jinja, else tokenizer_config.json's chat_template (of several, the one named `default`).
+
+    Raises:
+        ChatTemplateError: the template cannot be read or is not valid.
+    """
     path, config_path = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if path.exists():
-        return _with_tokens(path.read_text(encoding="utf-8"), tokenizer)
+        try:
+            return _with_tokens(path.read_text(encoding="utf-8"), tokenizer)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ChatTemplateError(f"cannot read {path} ({_line(error)}): get the file again") from error
     source = read_json(config_path).get("chat_template") if config_path.exists() else None
     if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[0].get("template") if named else None
     return _with_tokens(source, tokenizer) if isinstance(source, str) else None
 
 

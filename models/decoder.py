@@ -3,8 +3,8 @@
 All layers' parameters are stacked on a leading axis and every module takes the layer index, so one layer is compiled
 whatever the depth and no layer's weights are sliced out. A module is built with abstract parameters (shapes only): that
 one description is what loaders fill, and `nnx.merge(graph, params)` puts real weights in inside the traced function,
-where they are arguments and never constants. Norms, RoPE and the output product are float32; everything else is the
-compute dtype.
+where they are arguments and never constants. Norms and RoPE are computed in float32 and logits are float32; everything
+else is in the compute dtype, each product accumulated in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kv_kernels.step_view import StepView
 from kv_kernels.weights import DenseWeight, LayerIndex
 from models.config import DecoderConfig
 from models.rope import Rotation, inverse_frequencies, rotate, rotation
-from models.seam import Forward, Step
 
 
 class Carry(NamedTuple):
     """x [tokens, hidden] and the step after a part of a layer."""
 
     x: jax.Array
-    step: Any
+    step: StepView
+
+
+class Forward(NamedTuple):
+    """logits [rows, vocab] f32, and the step with all K/V appended."""
+
+    logits: jax.Array
+    step: StepView
 
 
 def _abstract(shape: tuple[int, ...]) -> Any:
@@ -40,7 +47,7 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self.weight = nnx.Param(DenseWeight(_abstract((vocab_size, hidden_size))))
 
-    def __call__(self, token_ids: jax.Array, step: Step) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, step: StepView) -> jax.Array:
         return step.embed(token_ids, self.weight.get_value())
 
 
@@ -65,11 +72,12 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))))
         self.bias = nnx.Param(_abstract((*stack, out_features))) if bias else None
 
-    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex | None = None) -> jax.Array:
-        y = step.linear(x, self.weight.get_value(), layer)
+    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex | None = None) -> jax.Array:
+        weight = self.weight.get_value()
         if self.bias is None:
-            return y
-        return (y + _of_layer(self.bias.get_value(), layer)).astype(x.dtype)
+            return step.linear(x, weight, layer)
+        wide = step.linear(x, weight, layer, jnp.float32)
+        return (wide + _of_layer(self.bias.get_value(), layer)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -85,7 +93,7 @@ class Attention(nnx.Module):
         self.o = Linear(q_features, config.hidden_size, bias=bias, stack=stack)
         self.head_dim = config.head_dim
 
-    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex, by: Rotation) -> Carry:
+    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
         heads = (x.shape[0], -1, self.head_dim)
         q = rotate(self.q(x, step, layer).reshape(heads), by)
         k = rotate(self.k(x, step, layer).reshape(heads), by)
@@ -104,7 +112,7 @@ class Mlp(nnx.Module):
         self.up = Linear(config.hidden_size, config.intermediate_size, bias=bias, stack=stack)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=bias, stack=stack)
 
-    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex) -> jax.Array:
+    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x, step, layer)) * self.up(x, step, layer), step, layer)
 
 
@@ -118,7 +126,7 @@ class DecoderLayers(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, stack)
         self.mlp = Mlp(config)
 
-    def __call__(self, x: jax.Array, step: Step, layer: LayerIndex, by: Rotation) -> Carry:
+    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
         attended, step = self.attention(self.attention_norm(x, layer), step, layer, by)
         x = x + attended
         return Carry(x + self.mlp(self.mlp_norm(x, layer), step, layer), step)
@@ -135,21 +143,20 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = dtype
 
-    def __call__(self, token_ids: jax.Array, step: Step, logit_rows: jax.Array) -> Forward:
+    def __call__(self, token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at `logit_rows` [rows] i32 among token_ids [tokens] i32."""
         by = rotation(step.positions, inverse_frequencies(self.config.rope, self.config.head_dim))
 
-        def body(layer: LayerIndex, x: jax.Array, step: Step) -> tuple[jax.Array, Step]:
-            # A plain tuple: the loop's carry must keep one pytree type.
-            return tuple(self.layers(x, step, layer, by))
+        def body(layer: LayerIndex, x: jax.Array, step: StepView) -> Carry:
+            return self.layers(x, step, layer, by)
 
         x = self.embedding(token_ids, step).astype(self.dtype)
         x, step = step.loop(self.config.num_layers, body, x)
         # Rows are gathered before the product with the vocabulary: one row per sequence, not per token.
-        x = self.norm(x[logit_rows]).astype(jnp.float32)
-        if self.output is None:
-            return Forward(step.linear(x, self.embedding.weight.get_value()), step)
-        return Forward(self.output(x, step), step)
+        x = self.norm(x[logit_rows])
+        weight = (self.embedding if self.output is None else self.output).weight.get_value()
+        # x stays in the compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
+        return Forward(step.linear(x, weight, out_dtype=jnp.float32), step)
 
 
 def _of_layer(stacked: jax.Array, layer: LayerIndex | None) -> jax.Array:

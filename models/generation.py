@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.config import ConfigFields, read_json
+from models.config import ConfigFields, ModelConfigError, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,9 @@ def generation_from_gguf(metadata: Mapping[str, Any]) -> GenerationDefaults:
 
 def _ids(fields: ConfigFields) -> tuple[int, ...]:
     if isinstance(fields.peek("eos_token_id"), list):
-        return tuple(int(token) for token in fields.take("eos_token_id", list))
+        tokens = fields.take("eos_token_id", list)
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+            raise ModelConfigError(f"{fields.origin} has eos_token_id={tokens}, expected token ids: fix the file")
+        return tuple(tokens)
     token = fields.take("eos_token_id", int, None)
     return () if token is None else (token,)

@@ -1,6 +1,6 @@
 """The GGUF container: metadata as plain values, tensors as mapped bytes. Versions 2 and 3, little-endian.
 
-Parsed here and not by the gguf package, which takes many seconds over a vocabulary's strings and reports damage as
+Parsed here and not by the gguf package, which takes seconds over a vocabulary's strings and reports damage as
 whatever numpy raises; tests hold the two equal. Every length is checked against the file's size before it is believed.
 """
 

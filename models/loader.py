@@ -11,6 +11,8 @@ import functools
 import hashlib
 import logging
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,24 @@ import numpy as np
 from flax import nnx
 
 from kv_common.model_spec import ModelSpec
+from kv_kernels.step_view import StepView
 from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
 from models.config import ConfigFields, ModelConfigError, UnsupportedModelError, read_json
-from models.decoder import Decoder
+from models.decoder import Decoder, Forward
 from models.families import Family, family_of
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
 from models.safetensors_loader import SafetensorsCheckpoint
-from models.seam import Forward, Step
-from models.tokenizer import Tokenizer, tokenizer_from_directory
+from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
 
 logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_ID = re.compile(r"[^/.~][^/]*/[^/]+")
+_WEIGHT_FILES = (".gguf", ".safetensors")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +57,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
 
-    def forward(self, params: dict[str, Any], token_ids: jax.Array, step: Step, logit_rows: jax.Array) -> Forward:
+    def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
         return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
 
@@ -75,6 +79,9 @@ class LoadedModel:
 def load_model(source: str | Path, *, dtype: str = "float32", progress: ProgressCallback | None = None) -> LoadedModel:
     """Load `source`: a Hugging Face directory, a .gguf file, or a hub repository id such as `owner/name`.
 
+    What exists on disk is never looked up on the hub, nor is what can only be a path: a `Path`, a name that ends like a
+    file of weights, begins with `/`, `.` or `~`, or has other than one slash.
+
     dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
     are.
 
@@ -83,17 +90,26 @@ def load_model(source: str | Path, *, dtype: str = "float32", progress: Progress
     """
     if dtype not in COMPUTE_DTYPES:
         raise UnsupportedModelError(f"compute dtype {dtype!r} is not implemented: use {', '.join(COMPUTE_DTYPES)}")
-    path = Path(source).expanduser()
-    if path.is_file():
-        return _load_gguf(path, dtype, progress)
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))
+    # os.path, because Path's own raise for a name too long or a home that does not exist.
+    if os.path.isdir(path):
         return _load_directory(path, path.resolve().name, dtype, progress)
-    return _load_directory(_download(str(source)), str(source), dtype, progress)
+    if os.path.isfile(path):
+        if path.suffix == ".safetensors":
+            raise CheckpointError(f"{path} holds weights alone: give the directory that has it beside its config.json")
+        return _load_gguf(path, dtype, progress)
+    if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith(_WEIGHT_FILES):
+        return _load_directory(_download(source), source, dtype, progress)
+    raise CheckpointError(
+        f"{source}: no such file or directory: give a model directory, a .gguf file or a hub id (owner/name)"
+    )
 
 
 def _load_directory(directory: Path, name: str, dtype: str, progress: ProgressCallback | None) -> LoadedModel:
     if not (directory / "config.json").exists():
-        raise ModelConfigError(f"{directory} has no config.json: give a model directory or a .gguf file")
+        found = sorted(directory.glob("*.gguf"))
+        remedy = f"give {found[0]}" if found else "give a model directory or a .gguf file"
+        raise ModelConfigError(f"{directory} has no config.json: {remedy}")
     raw = read_json(directory / "config.json")
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
@@ -195,17 +211,11 @@ def _drop_tied_copy(checkpoint: SafetensorsCheckpoint, family: Family) -> None:
     checkpoint.drop(copy)
 
 
-def _download(source: str) -> Path:
+def _download(repository: str) -> Path:
     """Snapshot of a hub repository, from the local cache where it is there already."""
-    owner, _, name = source.partition("/")
-    if not owner or not name or "/" in name or source.startswith((".", "~")):
-        raise CheckpointError(
-            f"{source}: no such file or directory: give a model directory, a .gguf file or a hub id (owner/name)"
-        )
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=_HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=_HUB_FILES))
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{source} is not a path and cannot be downloaded ({reason}): check the name and the network"
+            f"{repository} is not a path and cannot be downloaded ({first_line(error)}): check the name and the network"
         ) from error

@@ -1,19 +1,18 @@
-"""Hugging Face checkpoints: one safetensors file, or shards with an index, read by mapping memory.
+"""Hugging Face checkpoints: one safetensors file, or shards with an index.
 
-The header of every file is checked against the file's size before anything is read, so a download cut short is one line
-and not a crash in the middle of loading.
+The safetensors library maps every file and checks its header against its size on opening, so a download cut short is
+one line and not a crash in the middle of loading. A tensor is copied into memory by `read`, one at a time.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from models.assembly import CheckpointError
 from models.config import read_json
@@ -21,16 +20,8 @@ from models.config import read_json
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+# The library reads BF16 through ml_dtypes, which has to be imported for numpy to know the name.
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_HEADER_LENGTH_BYTES = 8
-
-
-class _Entry(NamedTuple):
-    file: np.ndarray
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class SafetensorsCheckpoint:
@@ -43,31 +34,30 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.origin = str(directory)
-        self._entries: dict[str, _Entry] = {}
+        self._files: dict[str, Any] = {}  # the open file of each tensor
         placed = _index(directory)
         for path in sorted(set(placed.values())) if placed else [_single(directory)]:
-            self._entries |= _read_header(path)
+            self._files |= _open(path)
         for name, path in placed.items():
-            if name not in self._entries:
+            if name not in self._files:
                 raise CheckpointError(f"{path} lacks {name}, which {INDEX_NAME} places there: get the file again")
 
     @property
     def names(self) -> Collection[str]:
-        return self._entries.keys()
+        return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._entries[name].shape
+        return tuple(self._files[name].get_slice(name).get_shape())
 
     def quantization(self, name: str) -> None:
         """Always dense."""
 
     def read(self, name: str) -> np.ndarray:
-        entry = self._entries[name]
-        return entry.file[entry.begin : entry.end].view(entry.dtype).reshape(entry.shape)
+        return self._files[name].get_tensor(name)
 
     def drop(self, name: str) -> None:
         """Forget a tensor that the caller has dealt with."""
-        del self._entries[name]
+        del self._files[name]
 
 
 def _index(directory: Path) -> dict[str, Path]:
@@ -102,41 +92,25 @@ def _single(directory: Path) -> Path:
     raise CheckpointError(f"{directory} has no {SINGLE_NAME} and no {INDEX_NAME}: convert the weights to safetensors")
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _open(path: Path) -> dict[str, Any]:
+    """The open file, once for each of its tensors."""
     try:
-        file = np.memmap(path, np.uint8, mode="r")
-    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        file = safe_open(path, framework="numpy")
+    except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    length = int(file[:_HEADER_LENGTH_BYTES].view("<u8")[0]) if file.size >= _HEADER_LENGTH_BYTES else -1
-    start = _HEADER_LENGTH_BYTES + length
-    if length < 2 or start > file.size:
-        raise CheckpointError(f"{path} is not a safetensors file or is cut short ({file.size} bytes): get it again")
-    try:
-        header = json.loads(file[_HEADER_LENGTH_BYTES:start].tobytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} has a damaged header ({error}): get the file again") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has a damaged header (not an object): get the file again")
-    header.pop("__metadata__", None)
-    return {name: _entry(path, file, start, name, field) for name, field in header.items()}
-
-
-def _entry(path: Path, file: np.ndarray, start: int, name: str, field: Any) -> _Entry:
-    try:
-        dtype_name, shape = field["dtype"], tuple(int(size) for size in field["shape"])
-        begin, end = (start + int(offset) for offset in field["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} has a damaged header (at {name}): get the file again") from error
-    if dtype_name not in _DTYPES:
+    except SafetensorError as error:
+        reason = " ".join(str(error).split()).removeprefix("Error while deserializing header: ")
         raise CheckpointError(
-            f"{path}: {name} is stored as {dtype_name}, implemented are {', '.join(_DTYPES)}: use an unquantized "
-            "checkpoint or a GGUF"
-        )
-    if end > file.size:
-        raise CheckpointError(f"{path} is cut short: {name} ends at byte {end} of {file.size}: get the file again")
-    dtype = _DTYPES[dtype_name]
-    if begin < start or end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(
-            f"{path}: {name} spans {end - begin} bytes, shape {list(shape)} {dtype_name} needs another number"
-        )
-    return _Entry(file, dtype, shape, begin, end)
+            f"{path} is not a safetensors file, or is damaged or cut short ({path.stat().st_size} bytes; {reason}): "
+            "get it again"
+        ) from error
+    for name in file.keys():  # noqa: SIM118 - the file is no mapping
+        dtype = file.get_slice(name).get_dtype()
+        if not name.isprintable():
+            raise CheckpointError(f"{path} is damaged (the name {name!r}): get it again")
+        if dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{path}: {name} is stored as {dtype}, implemented are {', '.join(_DTYPES)}: use an unquantized "
+                "checkpoint or a GGUF"
+            )
+    return dict.fromkeys(file.keys(), file)

@@ -25,8 +25,8 @@ def assert_equals_golden(model, case: str, tokens_per_page: int) -> None:
     for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         assert list(result.tokens) == expected[f"greedy_{index}"].tolist(), f"prompt {index}"
         bound = max(MODEL_NOISE, 5 * float(expected[f"noise_{index}"]))
-        if len(prompt) == 7:
-            continue  # its shape is that of no other prompt, and compiling it again adds nothing
+        if len(prompt) < 16:
+            continue  # within one page; their shapes would be compiled for nothing else
         difference = engine.score(prompt) - expected[f"logits_{index}"]
         # Log-probabilities and logits differ by a constant per row.
         difference -= difference.mean(axis=-1, keepdims=True)

@@ -20,7 +20,7 @@ def test_freed_pages_hold_nan_and_change_no_output():
     for _ in range(3):
         assert [result.tokens for result in engine.generate(prompts, EIGHT)] == expected
     engine.generate([[1]], EIGHT)
-    allocator = engine._runtime.scheduler.allocator
+    allocator = engine._runtime.scheduler.residency.allocator
     freed = np.flatnonzero(allocator.dirty & (allocator.reference_count == 0))
     assert len(freed) > 5
     pool = np.asarray(engine._runtime.state.pools.v)
@@ -42,7 +42,7 @@ def test_a_dealt_page_is_cleared_before_it_is_used():
     engine = make_engine(golden_model("llama"), pages=2, debug=True)
     engine.generate([np.arange(20)], EIGHT)
     first = engine.prefill_paged([5], EIGHT)
-    page = engine._runtime.scheduler.request_map.pages_of(first.handle.row)[0]
+    page = engine._runtime.scheduler.residency.request_map.pages_of(first.handle.row)[0]
     pool = np.asarray(engine._runtime.state.pools.k)
     assert np.abs(pool[page, 0]).sum() > 0
     assert not pool[page, 1:].any()

@@ -230,9 +230,11 @@ class EngineLife(RuleBasedStateMachine):
     def pages_add_up(self):
         if hasattr(self, "batcher"):
             scheduler = self.engine._runtime.scheduler
-            scheduler.check_invariants()
+            scheduler.residency.check_invariants()
             stats = self.engine.stats()
-            assert stats.free_pages + stats.pages_in_use == self.engine.describe().layout.usable_pages
+            assert (
+                stats.free_pages + stats.pages_in_use + stats.cached_pages == self.engine.describe().layout.usable_pages
+            )
 
     def teardown(self):
         for _ in range(2000):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
-import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 from models.safetensors_loader import SafetensorsCheckpoint
 
-_NAMES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(ml_dtypes.bfloat16): "BF16"}
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -37,17 +35,6 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
     return {name: np.array(checkpoint.read(name)) for name in checkpoint.names}
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        ends = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": ends}
-        offset += tensor.nbytes
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.tobytes() for tensor in tensors.values()))
-
-
 def copy_case(
     case: Path,
     to: Path,
@@ -65,7 +52,7 @@ def copy_case(
     if tensors is None:
         shutil.copy(case / "model.safetensors", to)
     else:
-        write_safetensors(to / "model.safetensors", tensors(read_tensors(case)))
+        save_file(dict(tensors(read_tensors(case))), to / "model.safetensors")
     return to
 
 
@@ -78,7 +65,7 @@ def write_shards(case: Path, to: Path, count: int = 3) -> Path:
     for shard in range(count):
         name = f"model-{shard + 1:05}-of-{count:05}.safetensors"
         part = dict(tensors[shard::count])
-        write_safetensors(to / name, part)
+        save_file(part, to / name)
         weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (to / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -84,8 +84,13 @@ def test_a_directory_keeps_its_template_in_either_place(tmp_path: Path) -> None:
     assert template_from_directory(tmp_path, None).render([]) == "one"
     config.write_text(json.dumps({"chat_template": named}))
     assert template_from_directory(tmp_path, None).render([]) == "two"
+    config.write_text(json.dumps({"chat_template": ["neither", {"name": "rag"}]}))
+    assert template_from_directory(tmp_path, None) is None
     (tmp_path / "chat_template.jinja").write_text("three")
     assert template_from_directory(tmp_path, None).render([]) == "three"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ChatTemplateError, match=r"cannot read .*chat_template\.jinja"):
+        template_from_directory(tmp_path, None)
 
 
 def test_the_template_gets_the_spelling_of_the_special_tokens(tiny_tokenizer: Tokenizer) -> None:

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_step import DenseModel, DenseStep
+from flax import nnx
 
+from kv_kernels.weights import DenseWeight
 from models import LoadedModel, load_model
 from models.assembly import by_path, parameter_shapes
 from models.config import DecoderConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, Linear
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,32 @@ def test_half_precision_stays_near_float32_and_gives_float32_logits(
     assert half.params["layers"]["attention"]["q"]["weight"].values.dtype == jnp.dtype(dtype)
     assert half.params["norm"]["weight"].dtype == jnp.float32
     assert 1e-5 < np.abs(logits - exact).max() < {"bfloat16": 1.0, "float16": 0.1}[dtype]
+
+
+@pytest.mark.parametrize("case", ["llama", "llama_bias_tied"])
+def test_the_vocabulary_product_takes_half_precision_and_gives_float32(
+    golden: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, linear = [], DenseStep.linear
+
+    def recorded(self, x, weight, layer=None, out_dtype=None):
+        products.append((weight.out_features, x.dtype, out_dtype))
+        return linear(self, x, weight, layer, out_dtype)
+
+    monkeypatch.setattr(DenseStep, "linear", recorded)
+    half = load_model(golden / case, dtype="bfloat16")
+    jax.eval_shape(half.forward, half.params, jnp.arange(8), DenseStep(jnp.arange(8)), jnp.array([7]))
+    assert {x for _, x, _ in products} == {jnp.dtype("bfloat16")}  # a wider x would widen the matrix it meets
+    assert [out for size, _, out in products if size == half.spec.vocab_size] == [jnp.float32]
+
+
+def test_a_product_and_its_bias_are_rounded_once() -> None:
+    module = Linear(2, 1, bias=True)
+    module.weight = nnx.Param(DenseWeight(jnp.array([[1, 2**-9]], jnp.bfloat16)))
+    module.bias = nnx.Param(jnp.array([2**-9 + 2**-12], jnp.float32))
+    y = module(jnp.ones((1, 2), jnp.bfloat16), DenseStep(jnp.arange(1)))
+    assert y.dtype == jnp.bfloat16
+    assert float(y[0, 0]) == 1 + 2**-7  # rounding the product first would lose its 2**-9, and then the bias
 
 
 def test_the_description_of_the_parameters_is_what_is_loaded(tiny: LoadedModel) -> None:

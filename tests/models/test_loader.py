@@ -1,6 +1,7 @@
 """`load_model` takes a directory, a file or a hub id, and what it cannot have is one line."""
 
 import json
+import socket
 from pathlib import Path
 
 import huggingface_hub
@@ -73,6 +74,9 @@ def test_sampling_defaults_count_where_the_checkpoint_samples(golden: Path, tmp_
     path.write_text(json.dumps({"do_sample": True, "temperature": "hot"}))
     with pytest.raises(ModelConfigError, match="temperature='hot', expected float"):
         load_model(tmp_path)
+    path.write_text(json.dumps({"eos_token_id": [2, "</s>"]}))
+    with pytest.raises(ModelConfigError, match=r"eos_token_id=.* expected token ids"):
+        load_model(tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(golden: Path, tmp_path: Path) -> None:
@@ -95,12 +99,64 @@ def test_a_model_of_another_kind_is_refused_by_name(golden: Path, tmp_path: Path
     assert "\n" not in str(refusal.value)
 
 
-def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
-    for source in (tmp_path / "absent.gguf", "./absent", "absent"):
-        with pytest.raises(CheckpointError, match="no such file or directory"):
-            load_model(source)
-    with pytest.raises(ModelConfigError, match=r"has no config\.json"):
+PATHS = [
+    "absent.gguf",
+    "models/absent.gguf",
+    "models/absent.safetensors",
+    "/absent/model",
+    "./absent",
+    "../absent",
+    "~/absent",
+    "~nobody-of-this-name/absent",
+    "a/b/c",
+    "absent",
+    "owner/",
+    "x" * 5000,
+    Path("owner/name"),
+]
+
+
+@pytest.mark.parametrize("source", PATHS, ids=lambda source: str(source)[:30])
+def test_a_path_that_does_not_exist_is_one_line_and_never_looked_up(
+    source: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match="no such file or directory: give a model directory") as refusal:
+        load_model(source)
+    assert str(source) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_directory_without_a_model_says_what_to_give(tmp_path: Path, golden: Path) -> None:
+    with pytest.raises(ModelConfigError, match=r"has no config\.json: give a model directory or a \.gguf file"):
         load_model(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelConfigError, match=r"has no config\.json: give a model directory or a \.gguf file"):
+        load_model(tmp_path)
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelConfigError, match=r"has no config\.json: give .*/small\.gguf"):
+        load_model(tmp_path)
+
+
+def test_a_file_of_weights_alone_asks_for_its_directory(golden: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors holds weights alone: give the directory"):
+        load_model(golden / "llama" / "model.safetensors")
+
+
+def test_a_hub_id_without_a_network_is_one_line_and_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = []
+
+    def no_network(host: str, *_: object, **__: object) -> None:
+        lookups.append(host)
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    with pytest.raises(CheckpointError, match=r"^no-owner/no-model is not a path and cannot be downloaded") as refusal:
+        load_model("no-owner/no-model")
+    assert "\n" not in str(refusal.value)
+    assert len(lookups) <= 2  # what the library itself does without waiting
 
 
 def test_an_unknown_compute_dtype_is_refused(golden: Path) -> None:

@@ -1,16 +1,19 @@
 """Model directories: one file or shards, three storage types, every defect one line that names the tensor or file."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from model_files import copy_case, read_tensors, write_safetensors, write_shards
+from model_files import copy_case, read_tensors, write_shards
+from safetensors.numpy import save_file
 
 from kv_common.errors import JaxkvError
 from models import CheckpointError, load_model
+from models.safetensors_loader import SafetensorsCheckpoint
 
 Tensors = dict[str, np.ndarray]
 
@@ -50,6 +53,12 @@ def test_half_precision_files_load_as_the_values_they_hold(golden: Path, tmp_pat
     original = read_tensors(golden / "llama")["model.layers.1.mlp.up_proj.weight"]
     loaded = np.asarray(model.params["layers"]["mlp"]["up"]["weight"].values)[1]
     np.testing.assert_array_equal(loaded, original.astype(storage).astype(np.float32))
+
+
+def write_header(path: Path, header: bytes) -> None:
+    """A safetensors file of this header and 64 bytes of data."""
+    path.chmod(0o644)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
@@ -112,30 +121,60 @@ def test_a_file_cut_short_is_one_line(golden: Path, tmp_path: Path, kept: int) -
     content = path.read_bytes()
     path.chmod(0o644)
     path.write_bytes(content[:kept])
-    assert "model.safetensors" in refusal_of(tmp_path)
+    message = refusal_of(tmp_path)
+    assert f"{path} is not a safetensors file, or is damaged or cut short ({kept} bytes; " in message
+    assert message.endswith("get it again")
 
 
 @pytest.mark.parametrize(
     ("field", "named"),
     [
-        ({"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}, "stored as I8, implemented are F32, F16, BF16"),
-        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "spans 12 bytes"),
-        ({"dtype": "F32", "data_offsets": [0, 16]}, "damaged header (at x)"),
-        ([], "damaged header (at x)"),
+        ({"dtype": "I8", "shape": [64], "data_offsets": [0, 64]}, "x is stored as I8, implemented are F32, F16, BF16"),
+        ({"dtype": "F8_E4M3", "shape": [64], "data_offsets": [0, 64]}, "x is stored as F8_E4M3, implemented are"),
+        ({"dtype": "Q9", "shape": [64], "data_offsets": [0, 64]}, "Q9"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 64]}, "damaged or cut short"),
+        ({"dtype": "F32", "data_offsets": [0, 64]}, "missing field `shape`"),
+        ([], "damaged or cut short"),
     ],
 )
 def test_a_damaged_header_is_one_line(golden: Path, tmp_path: Path, field: object, named: str) -> None:
     copy_case(golden / "llama", tmp_path)
-    text = json.dumps({"x": field}).encode()
-    path = tmp_path / "model.safetensors"
-    path.chmod(0o644)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
+    write_header(tmp_path / "model.safetensors", json.dumps({"x": field}).encode())
     assert named in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"not json", b'{"x": 1', b"\xff\xfe"])
+def test_a_header_that_is_no_object_is_one_line(golden: Path, tmp_path: Path, header: bytes) -> None:
+    copy_case(golden / "llama", tmp_path)
+    write_header(tmp_path / "model.safetensors", header)
+    assert "damaged or cut short" in refusal_of(tmp_path)
+
+
+def test_a_tensor_name_that_no_message_can_repeat_is_one_line(golden: Path, tmp_path: Path) -> None:
+    extra = {"two\nlines": np.ones(1, np.float32)}
+    message = refusal_of(copy_case(golden / "llama", tmp_path, tensors=lambda tensors: tensors | extra))
+    assert "damaged (the name 'two\\nlines')" in message
+
+
+def test_a_checkpoint_holds_no_tensor_in_memory_but_those_it_has_read(tmp_path: Path) -> None:
+    size = 4 << 20
+    save_file({name: np.ones(size // 4, np.float32) for name in "abcd"}, tmp_path / "model.safetensors")
+    SafetensorsCheckpoint(tmp_path)  # the first use imports
+    tracemalloc.start()
+    try:
+        checkpoint = SafetensorsCheckpoint(tmp_path)
+        assert {checkpoint.shape(name) for name in checkpoint.names} == {(size // 4,)}
+        assert tracemalloc.get_traced_memory()[1] < size // 16
+        for name in checkpoint.names:
+            assert checkpoint.read(name).sum() == size // 4
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_directory_without_safetensors_says_what_to_do(golden: Path, tmp_path: Path) -> None:
     (copy_case(golden / "llama", tmp_path) / "model.safetensors").unlink()
     assert "convert the weights to safetensors" in refusal_of(tmp_path)
     for name in ("a", "b"):
-        write_safetensors(tmp_path / f"{name}.safetensors", read_tensors(golden / "llama"))
+        save_file(read_tensors(golden / "llama"), tmp_path / f"{name}.safetensors")
     assert "2 safetensors files and no model.safetensors.index.json" in refusal_of(tmp_path)
