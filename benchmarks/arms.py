@@ -44,7 +44,7 @@ class Arm(NamedTuple):
 
 
 class KvBudget(NamedTuple):
-    """K/V memory that holds `slots` requests of `slot_tokens` tokens: `capacity_bytes` with the padding page left out.
+    """K/V memory for `slots` times `slot_tokens` tokens, the padding page left out.
 
     Page 0 holds no request, so each arm gets one page of its own size on top of the same budget.
     """
@@ -68,13 +68,15 @@ class KvBudget(NamedTuple):
         return self.capacity_bytes + tokens_per_page * self.bytes_per_token
 
 
-def budget_for(spec: ModelSpec, slots: int, longest_context: int) -> KvBudget:
-    """The budget of `slots` slots that each hold `longest_context` tokens, rounded up to a multiple of 128.
+def slot_tokens_for(longest_context: int) -> int:
+    """Tokens of a dense slot that any request of a trace fits."""
+    return -(-longest_context // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
-    Raises BenchmarkError below one slot.
-    """
-    if slots < 1:
-        raise BenchmarkError(f"a K/V budget of {slots} slots holds no request: give at least 1")
+
+def budget_for(spec: ModelSpec, slots: int, slot_tokens: int) -> KvBudget:
+    """The budget of `slots` slots. Raises BenchmarkError where that is not one token."""
+    if min(slots, slot_tokens) < 1:
+        raise BenchmarkError(f"K/V memory of {slots} x {slot_tokens} tokens holds no request: give at least 1")
     one_token = KvStorageLayoutV1(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -83,7 +85,6 @@ def budget_for(spec: ModelSpec, slots: int, longest_context: int) -> KvBudget:
         tokens_per_page=1,
         dtype=spec.dtype,
     )
-    slot_tokens = -(-longest_context // SLOT_MULTIPLE) * SLOT_MULTIPLE
     return KvBudget(slots, slot_tokens, one_token.bytes_per_page)
 
 
@@ -170,6 +171,18 @@ def _one_pass(arm: Arm, workload: Workload, console: Console) -> Replay:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(workload.requests))
         return replay(arm.engine, workload.requests, on_progress=lambda ended: bar.update(task, completed=ended))
+
+
+def report_bugs(results: Mapping[str, Sequence[Replay]], console: Console) -> bool:
+    """Say what may not have happened in a measured pass; whether it did."""
+    found = False
+    for name, passes in results.items():
+        for what in ("leaked_pages", "traces", "compilations"):
+            worst = max(getattr(result.counts, what) for result in passes)
+            if worst:
+                console.print(f"{name}: {worst} {what.replace('_', ' ')} in a measured pass, where none may be: a bug")
+                found = True
+    return found
 
 
 def progress_console() -> Console:

@@ -54,7 +54,7 @@ def serving_measures(result: Replay, slo: Slo, tokens_per_page: int) -> Measures
         "goodput": Measure(good, "requests/s"),
         "slo_met": Measure(good * result.duration_s / len(result.requests), "of requests"),
         "mean_running": Measure(mean_running(samples), "requests"),
-        "waiting_share": Measure(waiting_share(samples, e2e_s), "of request time"),
+        "waiting_share": Measure(waiting_share(samples, e2e_s), "of time"),
         "steps": Measure(counts.steps, "steps"),
         "step_time": Measure(busy_s / counts.steps, "s/step"),
         "tokens_per_step": Measure(counts.computed_tokens / counts.steps, "tokens/step"),

@@ -11,12 +11,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arms import DATA, SLOT_MULTIPLE, alternate, budget_for, open_benchmark_model, paged_config, progress_console
-from arms import start_arms
+from arms import (
+    DATA,
+    TOKENS_PER_PAGE,
+    alternate,
+    budget_for,
+    open_benchmark_model,
+    paged_config,
+    progress_console,
+    report_bugs,
+    start_arms,
+)
 from measures import Measure, Measures, compile_measures, figures_of, latency_measures, ratios
+from plots import plot_prefix_cache, require_plotting
 from replay import Replay
 from reporting import Figure, print_figure
 from rich.console import Console
@@ -29,8 +40,8 @@ TINY = {"requests": 6, "shared": 40, "own": 8, "output_tokens": 6, "max_requests
 LATENCIES = [f"{name}_p{percent}" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)]
 GROUPS = {
     "prompt tokens": ["avoided_tokens", "avoided_of_shareable", "avoided_of_trace"],
-    "time, from arrival": ["total_time", *LATENCIES],
-    "what it is made of": ["steps", "computed_tokens", "hit_tokens", "evictions"],
+    "time": ["total_time", *LATENCIES],
+    "made of": ["steps", "computed_tokens", "hit_tokens", "evictions", "preemptions"],
     "why matches ended": [
         "miss_none",
         "miss_last_token",
@@ -39,7 +50,7 @@ GROUPS = {
         "miss_namespace",
         "miss_uncacheable",
     ],
-    "memory and compilation": ["leaked_pages", "shapes_used", "traces", "compilations"],
+    "memory, shapes": ["leaked_pages", "shapes_used", "traces", "compilations"],
 }
 COMPARED = ["total_time", *LATENCIES, "steps", "computed_tokens"]
 
@@ -57,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, with the small sizes of --tiny where it is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", help="GGUF file or checkpoint directory (default: the model of 'make model')")
+    parser.add_argument(
+        "model", nargs="?", help="GGUF file or checkpoint directory (default: the model of 'make model')"
+    )
     parser.add_argument("--tiny", action="store_true", help="a random two-layer model and a small trace: seconds")
     parser.add_argument("--workload", choices=("synthetic", "file"), default="synthetic")
     parser.add_argument("--file", type=Path, default=DATA / "smollm2_prefix.json", help="requests of --workload file")
@@ -75,3 +88,149 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if parser.parse_args(arguments).tiny:
         parser.set_defaults(**TINY)
     return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and report. Raises JaxkvError for whatever the options ask that cannot be."""
+    console = progress_console()
+    # A bad file, or a plot that cannot be drawn, is found before a model is loaded.
+    workload = read_workload(options.file, options.requests) if options.workload == "file" else None
+    if options.plot:
+        require_plotting(options.plot)
+    model = open_benchmark_model(options.model, tiny=options.tiny, console=console)
+    if workload is None:
+        workload = shared_prefix(
+            options.requests,
+            options.shared,
+            options.own,
+            options.output_tokens,
+            vocab_size=model.spec.vocab_size,
+            seed=options.seed,
+        )
+    kv_tokens = options.kv_tokens if options.kv_tokens is not None else tokens_held(workload, options.max_requests)
+    budget = budget_for(model.spec, 1, kv_tokens)
+    limits = {
+        "max_requests": options.max_requests,
+        "max_step_tokens": options.max_step_tokens,
+        "max_context": workload.longest_context,
+    }
+    configs = {name: paged_config(budget, **limits, prefix_cache=name == "on") for name in ("on", "off")}
+    arms = start_arms(model, configs, console)
+    results = alternate(arms, workload, options.passes, console, in_a_few_words)
+
+    described = describe(options, workload, budget.capacity_bytes) | {"model": model.spec.name, **limits}
+    columns = figures_by_column(results, workload, described, model.spec.dtype)
+    prompt_tokens, shareable = described["prompt_tokens"], described["shareable_tokens"]
+    title = (
+        f"{model.spec.name}, {len(workload.requests)} requests of {prompt_tokens:,} prompt tokens together, "
+        f"{shareable:,} of them shareable"
+    )
+    if options.json:
+        for figure in chain.from_iterable(figures.values() for figures in columns.values()):
+            print_figure(figure)
+    else:
+        print_table(title, columns, GROUPS, Console())
+    if options.plot:
+        saved, ttft = columns["on"]["avoided_of_shareable"].value, columns["on/off"]["ttft_p50"].value
+        plot_prefix_cache(
+            options.plot,
+            results,
+            title=f"Prefix cache: {saved:.1%} of the shareable tokens avoided, {ttft:.2f} x the median TTFT\n{title}",
+            capacity_pages=arms[0].engine.describe().layout.usable_pages,
+        )
+        console.print(f"plot: {options.plot}")
+    return int(report_bugs(results, console) | report_differences(results, console))
+
+
+def tokens_held(workload: Workload, max_requests: int) -> int:
+    """K/V tokens enough to run without the cache, and to evict nothing with it."""
+    everything = (*workload.primer, *workload.requests)
+    pages = sum(-(-request.context_tokens // TOKENS_PER_PAGE) for request in everything)
+    pages -= shareable_tokens(workload) // TOKENS_PER_PAGE - len(everything)
+    running = max_requests * -(-workload.longest_context // TOKENS_PER_PAGE)
+    return max(pages, running) * TOKENS_PER_PAGE
+
+
+def describe(options: argparse.Namespace, workload: Workload, kv_bytes: int) -> dict[str, Any]:
+    """The workload of a figure: everything that its value depends on but the machine."""
+    described: dict[str, Any] = {
+        "workload": options.workload,
+        "requests": len(workload.requests),
+        "prompt_tokens": sum(len(request.prompt) for request in workload.requests),
+        "output_tokens": sum(request.max_tokens for request in workload.requests),
+        "shareable_tokens": shareable_tokens(workload),
+        "kv_capacity_bytes": kv_bytes,
+    }
+    if options.workload == "file":
+        return described | {"file": options.file.name}
+    return described | {"shared": options.shared, "own": options.own, "seed": options.seed}
+
+
+def figures_by_column(
+    results: dict[str, list[Replay]], workload: Workload, described: dict[str, Any], dtype: str
+) -> dict[str, dict[str, Figure]]:
+    """Figures with the cache on, off, and of one over the other."""
+    on, off = ([measures_of(result) for result in results[name]] for name in ("on", "off"))
+    compared = ratios(on, off, COMPARED)
+    for measures, with_cache, without in zip(on, results["on"], results["off"], strict=True):
+        measures |= avoided(with_cache, without, described["shareable_tokens"], described["prompt_tokens"])
+        measures |= {f"miss_{reason}": Measure(count, "requests") for reason, count in with_cache.counts.misses.items()}
+    columns = {"on": on, "off": off, "on/off": compared}
+    return {
+        name: figures_of(f"prefix_cache.{name.replace('/', '_over_')}", measures, workload=described, dtype=dtype)
+        for name, measures in columns.items()
+    }
+
+
+def measures_of(result: Replay) -> Measures:
+    """One pass of one arm."""
+    counts = result.counts
+    return {
+        "total_time": Measure(result.duration_s, "s"),
+        **latency_measures(result),
+        "steps": Measure(counts.steps, "steps"),
+        "computed_tokens": Measure(counts.computed_tokens, "tokens"),
+        "hit_tokens": Measure(counts.hit_tokens, "tokens"),
+        "evictions": Measure(counts.evictions, "pages"),
+        "preemptions": Measure(counts.preemptions, "preemptions"),
+        "leaked_pages": Measure(counts.leaked_pages, "pages"),
+        **compile_measures(result),
+    }
+
+
+def avoided(on: Replay, off: Replay, shareable: int, prompt_tokens: int) -> Measures:
+    """Prompt tokens that the cache made needless, and their part of what could be and of what there was."""
+    tokens = off.counts.computed_tokens - on.counts.computed_tokens
+    return {
+        "avoided_tokens": Measure(tokens, "tokens"),
+        "avoided_of_shareable": Measure(tokens / max(1, shareable), "of shareable"),
+        "avoided_of_trace": Measure(tokens / prompt_tokens, "of prompts"),
+    }
+
+
+def in_a_few_words(result: Replay) -> str:
+    """How a pass went, for progress."""
+    return f"{result.duration_s:.1f} s, {result.counts.computed_tokens:,} tokens computed"
+
+
+def report_differences(results: dict[str, list[Replay]], console: Console) -> bool:
+    """Say which request was answered otherwise with the cache than without; whether any was."""
+    expected = results["off"][0].tokens
+    different = {
+        index
+        for result in chain.from_iterable(results.values())
+        for index, (tokens, others) in enumerate(zip(result.tokens, expected, strict=True))
+        if tokens != others
+    }
+    if different:
+        console.print(
+            f"{len(different)} of {len(expected)} requests got other tokens with the cache than without, the first "
+            f"is request {min(different)}: a bug"
+        )
+    else:
+        console.print(f"all {len(expected)} requests got the same tokens with the cache as without, in every pass")
+    return bool(different)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

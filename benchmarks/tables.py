@@ -15,8 +15,10 @@ Columns = Mapping[str, Mapping[str, Figure]]
 
 
 def print_table(title: str, columns: Columns, groups: Mapping[str, Sequence[str]], console: Console) -> None:
-    """The measures of `groups` (by heading), with half their range over the passes; those without a figure are left out."""
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    """The measures of `groups` (by heading), with half their range over the passes; those without a figure are left
+    out.
+    """
+    table = Table(box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -25,12 +27,10 @@ def print_table(title: str, columns: Columns, groups: Mapping[str, Sequence[str]
         rows = [name for name in names if any(name in figures for figures in columns.values())]
         if not rows:
             continue
-        table.add_section()
         table.add_row(Text(heading, style="bold cyan"))
         for name in rows:
-            found = [figures.get(name) for figures in columns.values()]
-            unit = next(figure.unit for figure in found if figure is not None)
-            table.add_row(Text(f"  {name.replace('_', ' ')}"), *map(_cell, found), unit)
+            _add_row(table, name, [figures.get(name) for figures in columns.values()])
+        table.add_section()
     console.print(Text(title, style="bold"))
     console.print(table)
     unsure = [figure for figures in columns.values() for figure in figures.values() if not figure.reportable]
@@ -39,18 +39,29 @@ def print_table(title: str, columns: Columns, groups: Mapping[str, Sequence[str]
         console.print(note, highlight=False)
 
 
-def _cell(figure: Figure | None) -> Text:
+def _add_row(table: Table, name: str, figures: Sequence[Figure | None]) -> None:
+    measured = [figure for figure in figures if figure is not None and figure.unit != "ratio"]
+    in_ms = any(figure.unit.startswith("s") for figure in measured) and all(
+        figure.unit in ("s", "s/step") and figure.value < 1 for figure in measured
+    )
+    cells = [_cell(figure, 1000 if in_ms and figure in measured else 1) for figure in figures]
+    unit = next((figure.unit for figure in measured), "ratio")
+    table.add_row(Text(f"  {name.replace('_', ' ')}"), *cells, f"m{unit}" if in_ms else unit)
+
+
+def _cell(figure: Figure | None, factor: float) -> Text:
     if figure is None:
         return Text("")
-    text = Text(_number(figure.value))
-    disagreement = (figure.spread.max - figure.spread.min) / 2
-    text.append(f" ±{disagreement / abs(figure.value):4.0%}" if disagreement and figure.value else " " * 6, style="dim")
-    text.append("~" if not figure.reportable else " ", style="yellow")
+    text = Text(f"{figure.value:.1%} " if figure.unit.startswith("of ") else f"{_number(figure.value * factor)} ")
+    half_range = (figure.spread.max - figure.spread.min) / 2
+    # As wide with a range as without, so that the digits stand below each other.
+    text.append(f"±{half_range / abs(figure.value):<4.0%}" if half_range and figure.value else " " * 5, style="dim")
+    text.append(" " if figure.reportable else "~", style="yellow")
     return text
 
 
 def _number(value: float) -> str:
-    """Three significant digits, and whole numbers whole."""
-    if value == int(value) or abs(value) >= 1000:
+    """Three significant digits at least, and whole numbers whole."""
+    if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
+    return f"{value:#.3g}" if abs(value) >= 0.001 else f"{value:.1e}"

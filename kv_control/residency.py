@@ -130,7 +130,9 @@ class Residency:
         self._published_pages[row] = share.pages.size
         self._place[row] = share.place
         self._keys[row] = self._waiting_keys.pop(request.request_id, [])
-        self.trie.pending.claim(self._keys[row][share.pages.size :], request.request_id)
+        if not held:
+            # A held request moves only when its caller says so, and nobody should wait for that.
+            self.trie.pending.claim(self._keys[row][share.pages.size :], request.request_id)
         return handle
 
     def forget(self, request_id: int) -> None:

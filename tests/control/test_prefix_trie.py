@@ -531,6 +531,20 @@ class TestPublishing:
                 world.trie.publish(root_place(NS), tokens(1), [page])
         assert world.books() == before
 
+    def test_nothing_is_published_below_a_page_that_has_gone_to_another_prefix(self):
+        world = World(usable_pages=2)
+        request = world.start(tokens(1, 2))
+        old = world.publish(request, most=1).place
+        world.end(request)
+        world.evict(1)
+        others = [world.start(tokens(5)), world.start(tokens(6))]
+        world.publish(others[0])
+        world.publish(others[1])
+        assert old.page in [other.place.page for other in others]
+        before = world.books()
+        assert world.trie.publish(old, tokens(2), others[0].pages).place == NOWHERE
+        assert world.books() == before
+
     def test_nothing_to_publish_is_no_error(self, world):
         place = root_place(NS)
         assert world.trie.publish(place, [], []).place == place
