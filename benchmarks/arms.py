@@ -114,6 +114,27 @@ def dense_config(budget: KvBudget, *, max_requests: int, max_step_tokens: int, m
     )
 
 
+def require_passes(passes: int) -> None:
+    """Raises BenchmarkError below one pass."""
+    if passes < 1:
+        raise BenchmarkError(f"{passes} passes measure nothing: give at least 1")
+
+
+def require_fit(workload: Workload, spec: ModelSpec) -> None:
+    """Raises BenchmarkError for a request that is longer than the model's context or in another vocabulary."""
+    if workload.longest_context > spec.max_context:
+        raise BenchmarkError(
+            f"the longest request has {workload.longest_context} tokens with its answer and {spec.name} was made for "
+            f"{spec.max_context}: give shorter requests, or another model"
+        )
+    largest = max(max(request.prompt) for request in (*workload.requests, *workload.primer))
+    if largest >= spec.vocab_size:
+        raise BenchmarkError(
+            f"token id {largest} of the trace is outside the vocabulary of {spec.vocab_size} of {spec.name}: "
+            "give a trace made for this model"
+        )
+
+
 def open_benchmark_model(source: str | None, *, tiny: bool, console: Console) -> LoadedModel:
     """The model named, the default, or a random one of two small layers. Raises BenchmarkError, or as `load_model`."""
     if tiny:
@@ -133,8 +154,8 @@ def start_arms(model: LoadedModel, configs: Mapping[str, EngineConfig], console:
         arms.append(Arm(name, start_engine(model, config, console, warm_up=True)))
         plan = arms[-1].engine.describe()
         console.print(
-            f"{name}: {plan.layout.usable_pages} pages of {plan.layout.tokens_per_page} tokens, "
-            f"at most {config.max_requests} requests at once, {len(plan.shapes)} shapes compiled, {plan.provider} kernels"
+            f"{name}: {plan.layout.usable_pages} pages of {plan.layout.tokens_per_page} tokens, at most "
+            f"{config.max_requests} requests at once, {len(plan.shapes)} shapes compiled, {plan.provider} kernels"
         )
     return arms
 
@@ -148,10 +169,8 @@ def alternate(
 ) -> dict[str, list[Replay]]:
     """Replay `workload` on every arm, once to be discarded and `passes` times to be kept; by the arm's name.
 
-    `describe` says in a few words how a pass went. Raises BenchmarkError below one pass, and as `Batcher.submit`.
+    `describe` says in a few words how a pass went. Raises what `Batcher.submit` raises.
     """
-    if passes < 1:
-        raise BenchmarkError(f"{passes} passes measure nothing: give at least 1")
     kept: dict[str, list[Replay]] = {arm.name: [] for arm in arms}
     for number in range(passes + 1):
         for arm in arms if number % 2 == 0 else reversed(arms):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -25,5 +24,5 @@ class CompilationCounter:
     ) -> None:
         jax.monitoring.unregister_event_duration_listener(self._hear)
 
-    def _hear(self, event: str, duration_s: float, **details: Any) -> None:
+    def _hear(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == COMPILE_EVENT

@@ -114,9 +114,10 @@ def plot_prefix_cache(path: Path, results: Results, *, title: str, capacity_page
 
 def _four_panels(title: str) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(12, 7.6), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr]
+    engine = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
+    figure = Figure(figsize=(12, 7.6), layout=engine, facecolor="white")
     figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=INK)
     return figure, list(figure.subplots(2, 2).flat)
 

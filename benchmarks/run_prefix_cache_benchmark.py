@@ -24,6 +24,8 @@ from arms import (
     paged_config,
     progress_console,
     report_bugs,
+    require_fit,
+    require_passes,
     start_arms,
 )
 from measures import Measure, Measures, compile_measures, figures_of, latency_measures, ratios
@@ -93,6 +95,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Measure and report. Raises JaxkvError for whatever the options ask that cannot be."""
     console = progress_console()
+    require_passes(options.passes)
     # A bad file, or a plot that cannot be drawn, is found before a model is loaded.
     workload = read_workload(options.file, options.requests) if options.workload == "file" else None
     if options.plot:
@@ -107,6 +110,7 @@ def run(options: argparse.Namespace) -> int:
             vocab_size=model.spec.vocab_size,
             seed=options.seed,
         )
+    require_fit(workload, model.spec)
     kv_tokens = options.kv_tokens if options.kv_tokens is not None else tokens_held(workload, options.max_requests)
     budget = budget_for(model.spec, 1, kv_tokens)
     limits = {

@@ -26,6 +26,8 @@ from arms import (
     paged_config,
     progress_console,
     report_bugs,
+    require_fit,
+    require_passes,
     slot_tokens_for,
     start_arms,
 )
@@ -113,12 +115,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Measure and report. Raises JaxkvError for whatever the options ask that cannot be."""
     console = progress_console()
+    require_passes(options.passes)
     # A bad file, or a plot that cannot be drawn, is found before a model is loaded.
     from_file = read_workload(options.file, options.requests) if options.trace == "file" else None
     if options.plot:
         require_plotting(options.plot)
     model = open_benchmark_model(options.model, tiny=options.tiny, console=console)
     workload = from_file or synthetic(options, model.spec.vocab_size)
+    require_fit(workload, model.spec)
     slo = Slo(options.slo_ttft_s, options.slo_itl_s)
     budget = budget_for(model.spec, options.slots, slot_tokens_for(workload.longest_context))
     limits = {

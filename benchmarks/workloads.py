@@ -1,4 +1,4 @@
-"""What a benchmark asks of the engine: requests with the moment at which each arrives, drawn by seed or read from a file.
+"""What a benchmark asks of the engine: requests and when each arrives, drawn by seed or read from a file.
 
 A workload is complete before anything runs, so that every arm and every pass meets the same one. Random token ids share
 no prefix but by chance, which `shared_prefix` rules out where it matters.

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from kv_execution import PagedEngine, SamplingParams
-from kv_execution.batcher import Batcher
+from kv_execution.batcher import Batcher, RequestEndedError
 
 MAX_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -91,7 +91,10 @@ class EngineLife(RuleBasedStateMachine):
     def fork(self, which, params, count):
         parent = self.live[which % len(self.live)]
         for _ in range(count):
-            request = self.batcher.fork(parent, PARAMS[params])
+            try:
+                request = self.batcher.fork(parent, PARAMS[params])
+            except RequestEndedError:
+                return  # its last token waits to be delivered
             self.begun(request, (self.kind[parent][0], params))
 
     def begun(self, request, kind):
