@@ -72,7 +72,7 @@ def compile_measures(result: Replay) -> Measures:
     return {
         "shapes_used": Measure(counts.shapes_used, "shapes"),
         "traces": Measure(counts.traces, "traces"),
-        "compilations": Measure(counts.compilations, "compilations"),
+        "compilations": Measure(counts.compilations, "programs"),
     }
 
 

@@ -27,7 +27,7 @@ Results = Mapping[str, Sequence[Replay]]
 """Replays of the measured passes by the name of their arm."""
 
 COLORS = ("#0f6e8c", "#d9793b")
-INK, FAINT = "#22303c", "#9aa5ae"
+INK, SOFT, FAINT = "#22303c", "#5b6873", "#9aa5ae"
 
 
 class PlotError(JaxkvError):
@@ -43,15 +43,27 @@ def require_plotting(path: Path) -> None:
 
 
 def plot_serving(
-    path: Path, results: Results, *, title: str, tokens_per_page: Mapping[str, int], budget_tokens: int, slo: Slo
+    path: Path,
+    results: Results,
+    *,
+    headline: str,
+    title: str,
+    tokens_per_page: Mapping[str, int],
+    budget_tokens: int,
+    slo: Slo,
 ) -> None:
     """TTFT and ITL distributions, K/V memory and requests over time. Raises PlotError where `path` is not writable."""
-    figure, (ttft, itl, memory, requests) = _four_panels(title)
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    figure, (ttft, itl, memory, requests) = _four_panels(headline, title)
     _label(ttft, "Time to first token", "seconds from arrival", "of requests")
     _label(itl, "Inter-token latency", "seconds between two tokens", "of tokens")
     _label(memory, "K/V memory: dealt (line) and filled with tokens (area)", "seconds", "of the budget")
     _label(requests, "Requests running (line) and waiting (dashed)", "seconds", "requests")
     itl.set_xscale("log")
+    itl.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    itl.xaxis.set_major_formatter("{x:g}")
+    itl.xaxis.set_minor_formatter(NullFormatter())
     for (name, passes), color in zip(results.items(), COLORS, strict=False):
         _distribution(ttft, name, _ttfts(passes), color)
         _distribution(itl, name, list(chain(*(request.itl_s for each in passes for request in each.requests))), color)
@@ -77,9 +89,9 @@ def plot_serving(
     _save(figure, path)
 
 
-def plot_prefix_cache(path: Path, results: Results, *, title: str, capacity_pages: int) -> None:
+def plot_prefix_cache(path: Path, results: Results, *, headline: str, title: str, capacity_pages: int) -> None:
     """TTFT by distribution and by request, tokens computed and pages over time. Raises PlotError as above."""
-    figure, (ttft, by_request, computed, pages) = _four_panels(title)
+    figure, (ttft, by_request, computed, pages) = _four_panels(headline, title)
     _label(ttft, "Time to first token", "seconds from arrival", "of requests")
     _label(by_request, "Time to first token of each request", "request, in order of arrival", "seconds")
     _label(computed, "Tokens computed", "seconds", "tokens")
@@ -112,13 +124,14 @@ def plot_prefix_cache(path: Path, results: Results, *, title: str, capacity_page
     _save(figure, path)
 
 
-def _four_panels(title: str) -> tuple[Figure, list[Axes]]:
+def _four_panels(headline: str, title: str) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     engine = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12)
     figure = Figure(figsize=(12, 7.6), layout=engine, facecolor="white")
-    figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.suptitle(f"{headline}\n", x=0.015, ha="left", fontsize=14, fontweight="bold", color=INK)
+    figure.text(0.015, 0.945, title, ha="left", va="top", fontsize=10, color=SOFT)
     return figure, list(figure.subplots(2, 2).flat)
 
 
@@ -161,8 +174,8 @@ def _times(samples: Sequence[StepSample]) -> np.ndarray:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    for axes in figure.axes:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper right", ncols=2, frameon=False, fontsize=11, labelcolor=INK)
     try:
         figure.savefig(path, dpi=140)
     except (OSError, ValueError) as error:

@@ -135,11 +135,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_table(title, columns, GROUPS, Console())
     if options.plot:
-        saved, ttft = columns["on"]["avoided_of_shareable"].value, columns["on/off"]["ttft_p50"].value
+        saved, ttft = columns["on"]["avoided_of_shareable"].value, columns["on/off"]["ttft_p50"]
+        doubt = "" if ttft.reportable else " (passes disagree)"
         plot_prefix_cache(
             options.plot,
             results,
-            title=f"Prefix cache: {saved:.1%} of the shareable tokens avoided, {ttft:.2f} x the median TTFT\n{title}",
+            headline=f"{saved:.1%} of the shareable tokens avoided, {ttft.value:.2f} x the median TTFT{doubt}",
+            title=title,
             capacity_pages=arms[0].engine.describe().layout.usable_pages,
         )
         console.print(f"plot: {options.plot}")

@@ -155,7 +155,8 @@ def run(options: argparse.Namespace) -> int:
         plot_serving(
             options.plot,
             results,
-            title=headline(title, columns),
+            headline=headline(columns),
+            title=title,
             tokens_per_page={arm.name: arm.engine.config.tokens_per_page for arm in arms},
             budget_tokens=budget.capacity_tokens,
             slo=slo,
@@ -203,13 +204,15 @@ def figures_by_column(
     return columns
 
 
-def headline(title: str, columns: dict[str, dict[str, Figure]]) -> str:
-    """The title of the picture, with what it shows where there are two arms to compare."""
+def headline(columns: dict[str, dict[str, Figure]]) -> str:
+    """What the picture shows, in a sentence."""
     compared = columns.get("paged/dense")
     if compared is None:
-        return title
-    throughput, ttft = compared["output_throughput"].value, compared["ttft_p50"].value
-    return f"Paged: {throughput:.2f} x the throughput and {ttft:.2f} x the median TTFT of dense\n{title}"
+        (name, figures), *_ = columns.items()
+        return f"{name.capitalize()}: {figures['output_throughput'].value:.3g} tokens/s"
+    throughput, ttft = compared["output_throughput"], compared["ttft_p50"]
+    doubt = "" if throughput.reportable and ttft.reportable else " (passes disagree)"
+    return f"Paged: {throughput.value:.2f} x the throughput and {ttft.value:.2f} x the median TTFT of dense{doubt}"
 
 
 def in_a_few_words(result: Replay) -> str:

@@ -2,19 +2,9 @@
 do.
 """
 
-from typing import Any, NamedTuple, Protocol
-
-import jax
+from typing import Any, Protocol
 
 from kv_common.model_spec import ModelSpec
-from kv_kernels.step_view import StepView
-
-
-class ModelOutput(NamedTuple):
-    """logits [rows, vocab] f32 of the tokens asked for, and the view with the pools after the step."""
-
-    logits: jax.Array
-    step: StepView
 
 
 class CausalModel(Protocol):

@@ -106,8 +106,12 @@ class ReferenceProvider:
         tokens_per_page, kv_heads = pools.k.shape[1:3]
         group = heads // kv_heads
         width = tile_width(PlanShape(tokens, plan.kv_len.shape[0], 0))
-        pages_per_block = max(1, KV_BLOCK // tokens_per_page)
-        block = pages_per_block * tokens_per_page
+        # A page much longer than a block is read in parts, or a short sequence would cost as much as a full page.
+        parts = tokens_per_page // KV_BLOCK if tokens_per_page % KV_BLOCK == 0 else 1
+        part = tokens_per_page // parts
+        parts_per_block = max(1, KV_BLOCK // part)
+        block = parts_per_block * part
+        k_parts, v_parts = (pool.reshape(-1, part, kv_heads, head_dim) for pool in pools)
         q = jnp.pad(q, ((0, width), (0, 0), (0, 0)))
 
         def attend_tile(tile: jax.Array, out: jax.Array) -> jax.Array:
@@ -120,11 +124,12 @@ class ReferenceProvider:
 
             def attend_block(index: jax.Array, carry: SoftmaxCarry) -> SoftmaxCarry:
                 best, total, values = carry
-                entry = index * pages_per_block + jnp.arange(pages_per_block)
-                mapped = entry * tokens_per_page < kv_len
-                page = jnp.where(mapped, plan.page_ids[page_start + entry], 0) + first_page
-                key = pools.k[page].reshape(block, kv_heads, head_dim).astype(jnp.float32)
-                value = pools.v[page].reshape(block, kv_heads, head_dim).astype(jnp.float32)
+                entry = index * parts_per_block + jnp.arange(parts_per_block)
+                mapped = entry * part < kv_len
+                page = jnp.where(mapped, plan.page_ids[page_start + entry // parts], 0) + first_page
+                rows = page * parts + entry % parts
+                key = k_parts[rows].reshape(block, kv_heads, head_dim).astype(jnp.float32)
+                value = v_parts[rows].reshape(block, kv_heads, head_dim).astype(jnp.float32)
                 key_position = index * block + jnp.arange(block)
                 visible = (key_position <= query_position[:, None]) & (key_position < kv_len)
                 if window is not None:

@@ -114,6 +114,14 @@ def test_scores_of_every_token_are_computed_though_the_prompt_is_cached(prompt):
     assert before.shape == (52, 320)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_scores_do_not_depend_on_chunks_or_on_what_is_cached(prompt, chunk):
+    whole = make_engine(golden_model("llama")).score(prompt)
+    engine = make_engine(golden_model("llama"), max_requests=1, max_step_tokens=chunk)
+    engine.generate([prompt], GREEDY)
+    np.testing.assert_allclose(engine.score(prompt), whole, atol=1e-4)
+
+
 def test_handles_driven_by_hand_share_too(prompt, cold):
     engine = make_engine(golden_model("llama"), debug=True)
     first, second = (engine.prefill_paged(prompt, GREEDY) for _ in range(2))

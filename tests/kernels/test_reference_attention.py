@@ -36,11 +36,11 @@ def ragged_lengths(draw):
     return kv_len, query_len
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=ragged_lengths(),
     seed=st.integers(0, 99),
-    tokens_per_page=st.sampled_from([1, 3, 16, 64, 200]),
+    tokens_per_page=st.sampled_from([1, 3, 16, 64, 200, 256]),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (5, 1)]),
     head_dim=st.sampled_from([4, 24]),
     window=st.sampled_from([None, 1, 7, 130]),
@@ -128,8 +128,10 @@ def test_append_and_attention_update_the_donated_pools_in_place():
         out = PROVIDER.paged_attention(q, pools, plan, first_page=0, scale=np.float32(1), window=None, soft_cap=None)
         return pools, out
 
-    pointer = case.pools.k.unsafe_buffer_pointer()
-    pools, _ = jax.jit(step, donate_argnums=0)(case.pools, jnp.asarray(case.q), case.table.write_slots)
+    # Made on the device: an array over numpy's memory cannot be donated.
+    before = PoolPair(*(pool + 0 for pool in case.pools))
+    pointer = before.k.unsafe_buffer_pointer()
+    pools, _ = jax.jit(step, donate_argnums=0)(before, jnp.asarray(case.q), case.table.write_slots)
     assert pools.k.unsafe_buffer_pointer() == pointer
 
 
