@@ -116,7 +116,8 @@ def plot_prefix_cache(path: Path, results: Results, *, headline: str, title: str
         pages.step(at, held, where="post", color=color, label=label)
     if pages.get_ylim()[1] > 0.5 * capacity_pages:
         pages.axhline(capacity_pages, color=FAINT, linewidth=1, linestyle="--")
-        pages.annotate("pool", (0, capacity_pages), xytext=(4, 3), textcoords="offset points", color=FAINT)
+        pages.annotate("pool", (0, capacity_pages), xytext=(4, 4), textcoords="offset points", color=SOFT)
+        pages.set_ylim(top=1.1 * capacity_pages)
     for axes in (ttft, computed, pages):
         axes.set_xlim(left=0)
     for axes in (by_request, computed, pages):

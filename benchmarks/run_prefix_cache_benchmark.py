@@ -41,17 +41,9 @@ from kv_common.errors import JaxkvError
 TINY = {"requests": 6, "shared": 40, "own": 8, "output_tokens": 6, "max_requests": 2, "max_step_tokens": 16}
 LATENCIES = [f"{name}_p{percent}" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)]
 GROUPS = {
-    "prompt tokens": ["avoided_tokens", "avoided_of_shareable", "avoided_of_trace"],
+    "prompt tokens": ["avoided_tokens", "shareable_avoided", "prompts_avoided"],
     "time": ["total_time", *LATENCIES],
     "made of": ["steps", "computed_tokens", "hit_tokens", "evictions", "preemptions"],
-    "why matches ended": [
-        "miss_none",
-        "miss_last_token",
-        "miss_no_such_prefix",
-        "miss_evicted",
-        "miss_namespace",
-        "miss_uncacheable",
-    ],
     "memory, shapes": ["leaked_pages", "shapes_used", "traces", "compilations"],
 }
 COMPARED = ["total_time", *LATENCIES, "steps", "computed_tokens"]
@@ -126,22 +118,23 @@ def run(options: argparse.Namespace) -> int:
     columns = figures_by_column(results, workload, described, model.spec.dtype)
     prompt_tokens, shareable = described["prompt_tokens"], described["shareable_tokens"]
     title = (
-        f"{model.spec.name}, {len(workload.requests)} requests of {prompt_tokens:,} prompt tokens together, "
-        f"{shareable:,} of them shareable"
+        f"{model.spec.name}, {len(workload.requests)} requests, {prompt_tokens:,} prompt tokens, "
+        f"{shareable:,} shareable"
     )
     if options.json:
         for figure in chain.from_iterable(figures.values() for figures in columns.values()):
             print_figure(figure)
     else:
-        print_table(title, columns, GROUPS, Console())
+        reasons = [name for name, figure in columns["on"].items() if name.startswith("miss_") and figure.value]
+        print_table(title, columns, GROUPS | {"why matches ended": reasons}, Console())
     if options.plot:
-        saved, ttft = columns["on"]["avoided_of_shareable"].value, columns["on/off"]["ttft_p50"]
-        doubt = "" if ttft.reportable else " (passes disagree)"
+        saved, ttft = columns["on"]["shareable_avoided"].value, columns["on/off"]["ttft_p50"]
+        doubt = "" if ttft.reportable else "; passes disagree"
         plot_prefix_cache(
             options.plot,
             results,
-            headline=f"{saved:.1%} of the shareable tokens avoided, {ttft.value:.2f} x the median TTFT{doubt}",
-            title=title,
+            headline=f"{saved:.1%} of the shareable tokens avoided, {ttft.value:.2f} x the median TTFT",
+            title=f"{title}{doubt}",
             capacity_pages=arms[0].engine.describe().layout.usable_pages,
         )
         console.print(f"plot: {options.plot}")
@@ -209,8 +202,8 @@ def avoided(on: Replay, off: Replay, shareable: int, prompt_tokens: int) -> Meas
     tokens = off.counts.computed_tokens - on.counts.computed_tokens
     return {
         "avoided_tokens": Measure(tokens, "tokens"),
-        "avoided_of_shareable": Measure(tokens / max(1, shareable), "of shareable"),
-        "avoided_of_trace": Measure(tokens / prompt_tokens, "of prompts"),
+        "shareable_avoided": Measure(tokens / max(1, shareable), "of tokens"),
+        "prompts_avoided": Measure(tokens / prompt_tokens, "of tokens"),
     }
 
 

@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 AGING_STEPS = 256
 """Steps of waiting that are worth one level of priority."""
 
+LOOK_PAST = 16
+"""Waiting requests that are considered for admission in a step."""
+
+MAX_TIMES_PASSED = 64
+"""Requests that may start ahead of one that came before them but does not fit; after that it goes next."""
+
 
 class Seniority(NamedTuple):
     """Smaller is more senior: the step of the virtual arrival, and the order of arrival among equals."""
@@ -45,11 +51,12 @@ class QueuedRequest:
 
 
 class WaitingQueue:
-    """Requests in order of seniority, with removal by id."""
+    """Requests in order of seniority, with removal by id, and how often each was passed by others."""
 
     def __init__(self) -> None:
         self._order: list[tuple[Seniority, int]] = []
         self._waiting: dict[int, QueuedRequest] = {}
+        self._times_passed: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -66,9 +73,23 @@ class WaitingQueue:
         """The `count` requests that are next in order, or all where fewer wait."""
         return [self._waiting[request_id] for _, request_id in self._order[:count]]
 
+    def start(self, request: QueuedRequest) -> None:
+        """Take a request that starts now, and count that it passes those before it."""
+        for _, passed in self._order[: self._place_of(request)]:
+            self._times_passed[passed] = self._times_passed.get(passed, 0) + 1
+        self.remove(request.request_id)
+
+    def passed_too_often(self, request_id: int) -> bool:
+        """Whether no more requests may start ahead of this one."""
+        return self._times_passed.get(request_id, 0) >= MAX_TIMES_PASSED
+
     def remove(self, request_id: int) -> QueuedRequest | None:
         """Take a request out of turn; None where it does not wait."""
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            del self._order[bisect_left(self._order, (request.seniority, request_id))]
+            del self._order[self._place_of(request)]
+            self._times_passed.pop(request_id, None)
         return request
+
+    def _place_of(self, request: QueuedRequest) -> int:
+        return bisect_left(self._order, (request.seniority, request.request_id))

@@ -39,6 +39,10 @@ class Share(NamedTuple):
         """Every page that must stay while the request enters."""
         return np.append(self.pages, np.int32(self.fork.source_page)) if self.fork else self.pages
 
+    def without_fork(self) -> "Share":
+        """The whole pages alone."""
+        return self._replace(fork=None, match=self.match and self.match._replace(fork=None))
+
 
 class PageStep(NamedTuple):
     """The pages of one step: its table, pages to clear, and pages to copy (source to target) before anything is
@@ -113,6 +117,16 @@ class Residency:
         only_cached = self.allocator.reference_count[share.held_pages] == self.allocator.cached[share.held_pages]
         return self.obtainable_pages - int(np.count_nonzero(only_cached))
 
+    def fitted(self, share: Share, pages: int) -> Share | None:
+        """`share` where `pages` more could be dealt beside it, less its fork where that would be in the way, or None.
+
+        What a fork copies stays while it is copied, for which a pool of just the right size has no page.
+        """
+        if pages <= self.room_beside(share):
+            return share
+        smaller = share.without_fork()
+        return smaller if pages <= self.room_beside(smaller) else None
+
     def enter(self, request: QueuedRequest, share: Share, *, held: bool) -> RequestHandle:
         """Give `request` a row that starts with `share`. Raises NoFreeRowError."""
         handle = self.request_map.open(request.request_id)
@@ -130,8 +144,9 @@ class Residency:
         self._published_pages[row] = share.pages.size
         self._place[row] = share.place
         self._keys[row] = self._waiting_keys.pop(request.request_id, [])
-        if not held:
-            # A held request moves only when its caller says so, and nobody should wait for that.
+        if not held and share.place != NOWHERE:
+            # A held request moves only when its caller says so, and nobody should wait for that; nor for one that
+            # will not publish.
             self.trie.pending.claim(self._keys[row][share.pages.size :], request.request_id)
         return handle
 
@@ -157,10 +172,16 @@ class Residency:
         pages = -(-(self.running.kv_len[rows] + new_tokens) // self.layout.tokens_per_page)
         return pages - self.request_map.page_count[rows]
 
-    def pages_of_its_own(self, row: int) -> int:
-        """Pages that nobody could keep if `row` left, but the cache."""
-        pages = self.request_map.pages_of(row)
-        return int(np.count_nonzero(self.allocator.reference_count[pages] - self.allocator.cached[pages] == 1))
+    def pages_gained(self, rows: Int64Array, share: Share) -> Int64Array:
+        """How many more pages could be dealt beside `share` once `rows` [n] left: [n], of the first row, of two, ..."""
+        counts = self.request_map.page_count[rows]
+        # From the last row back, so that a page is first met at the row with which its last holder leaves.
+        pages = self.request_map.gather_pages(rows, counts)[::-1]
+        named, first, holders = np.unique(pages, return_index=True, return_counts=True)
+        others = self.allocator.reference_count[named] - self.allocator.cached[named] - holders
+        gained = (others == 0) & ~np.isin(named, share.held_pages)
+        leaver = np.repeat(np.arange(rows.size), counts)[::-1][first]
+        return np.cumsum(np.bincount(leaver[gained], minlength=rows.size))
 
     def advance(self, rows: Int64Array, new_tokens: Int64Array) -> PageStep:
         """Plan the step in which `rows` [n] compute `new_tokens` [n] more. Raises OutOfPagesError, with nothing

@@ -18,16 +18,10 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.prefix_trie import page_digest
-from kv_control.queue import AGING_STEPS, QueuedRequest, Seniority, WaitingQueue
+from kv_control.queue import AGING_STEPS, LOOK_PAST, QueuedRequest, Seniority, WaitingQueue
 from kv_control.request_map import RequestHandle
 from kv_control.residency import Residency, Share
 from kv_control.running import Int32Array, Int64Array
-
-LOOK_PAST = 16
-"""Waiting requests that are considered for admission in a step."""
-
-MAX_TIMES_PASSED = 64
-"""Requests that may be admitted past one that does not fit; after that it goes next."""
 
 
 class RequestTooLargeError(JaxkvError):
@@ -101,7 +95,6 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._longest_prefix_first = longest_prefix_first
         self._waiting = WaitingQueue()
-        self._times_passed: dict[int, int] = {}
         self._arrivals = 0
         self._steps = 0
 
@@ -153,9 +146,10 @@ class Scheduler:
         assert share is not None
         try:
             needed = self.layout.pages_for(len(token_ids)) - share.pages.size
-            if needed > self.residency.room_beside(share):
-                raise OutOfPagesError(needed, self.residency.room_beside(share))
-            return self.residency.enter(request, share, held=True)
+            fitted = self.residency.fitted(share, needed)
+            if fitted is None:
+                raise OutOfPagesError(needed, self.residency.room_beside(share.without_fork()))
+            return self.residency.enter(request, fitted, held=True)
         finally:
             self.residency.forget(request_id)
 
@@ -175,7 +169,7 @@ class Scheduler:
             return None
         admitted: tuple[int, ...] = ()
         if len(fitted.rows) == len(rows) and len(self._waiting):
-            entered = self._admit(fitted)
+            entered = self._admit(fitted, made_way=bool(preempted))
             admitted = tuple(entered.rows.tolist())
             fitted = _Granted(*(np.concatenate(pair) for pair in zip(fitted, entered, strict=True)))
         active = fitted.tokens > 0
@@ -204,7 +198,6 @@ class Scheduler:
 
     def finish(self, request_id: int) -> None:
         """End a request in any state and free what it holds. Raises UnknownRequestError."""
-        self._times_passed.pop(request_id, None)
         waited = self._waiting.remove(request_id) is not None
         if not self.residency.leave(request_id) and not waited:
             raise UnknownRequestError(f"request {request_id} is neither waiting nor running; it may have ended already")
@@ -293,72 +286,73 @@ class Scheduler:
         if head is None:
             return True
         juniors = self._pushed_out_by(head)
-        if not juniors:
-            return True
-        share = self.residency.find(head)
+        share = self.residency.find(head) if juniors.size else None
         if share is None:
             return True
-        missing = self._pages_to_admit(head, share) + self._outstanding() - self.residency.room_beside(share)
+        share = share.without_fork()
+        missing = self._pages_to_admit(head, share) + self._outstanding_pages() - self.residency.room_beside(share)
         no_row = self.residency.request_map.free_rows == 0
         if missing <= 0 and not no_row:
             return True
-        gains = np.cumsum([self.residency.pages_of_its_own(row) for row in juniors])
+        gains = self.residency.pages_gained(juniors, share) + np.cumsum(self._outstanding(juniors))
         if gains[-1] < missing:
             return True
         if not may_preempt:
             return False
         count = max(int(np.searchsorted(gains, missing)) + 1, 1)
-        preempted += [self._preempt(row) for row in juniors[:count]]
+        preempted += [self._preempt(row) for row in juniors[:count].tolist()]
         return True
 
-    def _pushed_out_by(self, head: QueuedRequest) -> list[int]:
+    def _pushed_out_by(self, head: QueuedRequest) -> Int64Array:
         """Rows that `head` may preempt, most junior first."""
         running = self.running
         lower = self.residency.request_map.live & ~running.held & (running.priority < head.priority)
         # A request that has aged past `head` is its senior, whatever its priority.
         lower &= running.senior_step > head.seniority.step
-        return running.by_seniority(np.flatnonzero(lower))[::-1].tolist()
+        return running.by_seniority(np.flatnonzero(lower))[::-1]
 
-    def _outstanding(self) -> int:
-        """Pages that running requests still have to take for the tokens they have."""
-        rows = np.flatnonzero(self.residency.request_map.live)
+    def _outstanding(self, rows: Int64Array) -> Int64Array:
+        """Pages [n] that `rows` [n] still have to take for the tokens they have."""
         missing = self.residency.pages_needed(rows, self.running.kv_goal(rows) - self.running.kv_len[rows])
-        return int(np.maximum(missing, 0).sum())
+        return np.maximum(missing, 0)
+
+    def _outstanding_pages(self) -> int:
+        return int(self._outstanding(np.flatnonzero(self.residency.request_map.live)).sum())
 
     def _pages_to_admit(self, request: QueuedRequest, share: Share) -> int:
         # One token beyond what is there, so that a preempted request gets further than it was before.
         tokens = min(len(request.token_ids) + 1, request.max_tokens_total - 1)
         return self.layout.pages_for(tokens) - share.pages.size
 
-    def _admit(self, granted: _Granted) -> _Granted:
+    def _admit(self, granted: _Granted, *, made_way: bool) -> _Granted:
         """Start waiting requests in what is left of the budget, the rows and the pages."""
         budget = self._max_step_tokens - int(granted.tokens.sum())
-        outstanding = self._outstanding()
+        outstanding = self._outstanding_pages()
         rows: list[int] = []
         tokens: list[int] = []
-        head = self._waiting.first(1)[0].request_id
-        for request, share in self._candidates():
+        refused: list[int] = []
+        for request, share in self._candidates(made_way=made_way):
             if budget <= 0 or not self.residency.request_map.free_rows:
                 break
+            if any(map(self._waiting.passed_too_often, refused)):
+                break
             needed = self._pages_to_admit(request, share)
-            if needed + outstanding > self.residency.room_beside(share):
-                if self._times_passed.get(request.request_id, 0) >= MAX_TIMES_PASSED:
-                    break
+            fitted = self.residency.fitted(share, needed + outstanding)
+            if fitted is None:
+                refused.append(request.request_id)
                 continue
-            if request.request_id != head and head in self._waiting:
-                self._times_passed[head] = self._times_passed.get(head, 0) + 1
-            self._waiting.remove(request.request_id)
-            self._times_passed.pop(request.request_id, None)
-            rows.append(self.residency.enter(request, share, held=False).row)
+            self._waiting.start(request)
+            rows.append(self.residency.enter(request, fitted, held=False).row)
             tokens.append(min(len(request.token_ids) - int(self.running.kv_len[rows[-1]]), budget))
             budget -= tokens[-1]
             outstanding += needed
         return _Granted(np.asarray(rows, np.int64), np.asarray(tokens, np.int64))
 
-    def _candidates(self) -> Iterator[tuple[QueuedRequest, Share]]:
+    def _candidates(self, *, made_way: bool) -> Iterator[tuple[QueuedRequest, Share]]:
         """Waiting requests in the order of admission, with what they could share; none that had better wait."""
         waiting = self._waiting.first(LOOK_PAST)
-        if self._longest_prefix_first:
+        # Where others had to make way it was for the head of the queue, and nobody may take its place.
+        if self._longest_prefix_first and not made_way:
             waiting.sort(key=self._prefix_order)
         for request in waiting:
             # Looked up one by one: each may wait for what the one before it has just begun to compute.
@@ -366,11 +360,11 @@ class Scheduler:
             if share is not None:
                 yield request, share
 
-    def _prefix_order(self, request: QueuedRequest) -> tuple[bool, int]:
-        """Longest cached prefix first, behind whoever has been passed too often."""
+    def _prefix_order(self, request: QueuedRequest) -> tuple[bool, int, int]:
+        """Longest cached prefix first among equal priorities, behind whoever has been passed too often."""
         share = self.residency.find(request)
         cached = 0 if share is None else share.cached_tokens(self.layout.tokens_per_page)
-        return self._times_passed.get(request.request_id, 0) < MAX_TIMES_PASSED, -cached
+        return not self._waiting.passed_too_often(request.request_id), -request.priority, -cached
 
     def _plan(
         self, rows: Int64Array, tokens: Int64Array, admitted: tuple[int, ...], preempted: tuple[int, ...]

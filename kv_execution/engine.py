@@ -150,10 +150,12 @@ class PagedEngine:
         )
 
     def init_paged_runtime(self) -> EnginePlan:
-        """Allocate pools, page map and device state, and say what was allocated. A second call starts afresh, with
-        what is compiled kept.
+        """Allocate pools, page map and device state, and say what was allocated.
+
+        A second call starts afresh; what is compiled stays.
         """
         layout, config = self._layout, self.config
+        self._runtime = self._batcher = None  # the old pools go before the new ones come
         scheduler = Scheduler(
             layout,
             max_requests=config.max_requests,

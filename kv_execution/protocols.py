@@ -1,6 +1,4 @@
-"""What the engine asks of a model: sizes, parameters, and one pure function. Any object with these attributes will
-do.
-"""
+"""What the engine asks of a model: sizes, parameters and one pure function. Any object that has these will do."""
 
 from typing import Any, Protocol
 
@@ -24,6 +22,4 @@ class CausalModel(Protocol):
 
     @property
     def forward(self) -> Any:
-        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits, step)`: pure, and traced under
-        jit.
-        """
+        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits [rows, vocab] f32, step)`, pure."""

@@ -110,9 +110,7 @@ class PagedRuntime:
         return [self._accept(int(step.plan.request_ids[index]), sampled, index) for index in gained.tolist()]
 
     def score(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step of one held request and return the log-probabilities [tokens, vocab] that follow each of its
-        tokens.
-        """
+        """Run a step of one held request: log-probabilities [tokens, vocab] of what follows each of its tokens."""
         shape = self._shape_of(plan)
         self._check(plan)
         inputs = self._inputs(plan, shape)

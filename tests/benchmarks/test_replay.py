@@ -54,7 +54,7 @@ class FakeEngine:
 
     def stats(self):
         zeros = dict.fromkeys(EngineStats._fields, 0)
-        return EngineStats(**{**zeros, "steps": self.steps, "free_pages": 10 - self.leaked})
+        return EngineStats(**{**zeros, "steps": self.steps, "traces": 7, "free_pages": 10 - self.leaked})
 
     def prefix_statistics(self):
         return PrefixStatistics(self.steps, 0, 5 * self.steps, {MissReason.NONE: self.steps}, 0, 0, 0, 0)
@@ -100,6 +100,7 @@ def test_counts_are_those_of_the_pass_alone():
     counts = run(engine, [TraceRequest(0.0, (1,), 2)]).counts
     assert (counts.steps, counts.hit_tokens, counts.misses) == (2, 10, {MissReason.NONE: 2})
     assert counts.leaked_pages == 0
+    assert counts.traces == 0
 
 
 def test_a_page_that_is_neither_free_nor_cached_at_the_end_has_leaked():

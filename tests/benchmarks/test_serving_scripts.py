@@ -95,7 +95,7 @@ def test_the_cache_avoids_every_shareable_token_and_changes_none(tmp_path, capsy
     avoided = figures["prefix_cache.on.avoided_tokens"]
     assert avoided["workload"]["shareable_tokens"] == 5 * 40
     assert avoided["value"] == figures["prefix_cache.on.hit_tokens"]["value"]
-    assert figures["prefix_cache.on.avoided_of_shareable"]["value"] >= 0.85
+    assert figures["prefix_cache.on.shareable_avoided"]["value"] >= 0.85
     assert figures["prefix_cache.off.hit_tokens"]["value"] == 0
     misses = [line["value"] for name, line in figures.items() if ".miss_" in name]
     assert sum(misses) == avoided["workload"]["requests"]
@@ -118,7 +118,8 @@ def test_a_primed_cache_serves_the_first_request_too(tmp_path, capsys):
     arguments = ["--tiny", "--json", "--passes", "1", "--workload", "file", "--file", str(trace)]
     arguments += ["--kv-tokens", str(KV_TOKENS)]
     assert run_prefix_cache_benchmark.main(arguments) == 0
-    assert figures_printed(capsys)["prefix_cache.on.avoided_tokens"]["value"] == 4 * 40
+    # The primer fills two pages and half of a third, which is not kept; the first request fills it for the others.
+    assert figures_printed(capsys)["prefix_cache.on.avoided_tokens"]["value"] == 32 + 3 * 40
 
 
 def test_a_token_that_the_cache_changed_is_named_and_fails_the_run(capsys, monkeypatch):

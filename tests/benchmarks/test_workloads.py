@@ -55,6 +55,7 @@ def test_poisson_requests_are_those_of_the_closed_batch_and_come_at_the_rate_ask
     arrivals = [request.arrival_s for request in poisson]
     assert arrivals == sorted(arrivals)
     assert 400 / arrivals[-1] == pytest.approx(4.0, rel=0.15)
+    assert arrivals != [request.arrival_s for request in make_poisson(seed=1).requests]
 
 
 def test_a_shared_prefix_is_shared_to_the_token_and_no_further():
