@@ -78,7 +78,7 @@ def measure(workload: Workload, passes: int, steps: int) -> Passes:
             retire(scheduler, decode_plan(scheduler, workload))
         result.wall_us.append((time.perf_counter() - wall) / steps * 1e6)
         result.cpu_us.append((time.thread_time() - cpu) / steps * 1e6)
-    scheduler.check_invariants()
+    scheduler.residency.check_invariants()
     return result
 
 
@@ -96,11 +96,12 @@ def steady_state(workload: Workload, decode_steps: int) -> Scheduler:
         max_step_tokens=PREFILL_TOKENS_PER_STEP,
         max_context=workload.context + TOKENS_PER_PAGE + new_tokens,
     )
-    churn(scheduler.allocator)
-    prompt = np.arange(workload.context + TOKENS_PER_PAGE, dtype=np.int32) % 1000
+    churn(scheduler.residency.allocator)
+    rng = np.random.default_rng(1)  # prompts of their own, so that none finds another's pages in the cache
     for request in range(workload.requests):
         tokens = workload.context + request % TOKENS_PER_PAGE
-        scheduler.submit(request, prompt[:tokens], max_new_tokens=new_tokens)
+        prompt = rng.integers(0, 1000, tokens).astype(np.int32)
+        scheduler.submit(request, prompt, max_new_tokens=new_tokens)
     while scheduler.num_waiting or np.any(scheduler.running.num_tokens <= scheduler.running.prompt_len):
         plan = scheduler.schedule()
         if plan is None or plan.preempted:

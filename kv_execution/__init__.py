@@ -4,6 +4,7 @@ from kv_execution.batcher import Batcher, PromptError
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.engine import EnginePlan, EngineStats, NotInitializedError, PagedEngine, PrefillResult
 from kv_execution.requests import GenerationResult, TokenLogprob, TokenOutput
+from kv_execution.runtime import InterruptedStepError
 from kv_execution.sampling_params import SamplingParams, SamplingParamsError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "EnginePlan",
     "EngineStats",
     "GenerationResult",
+    "InterruptedStepError",
     "NotInitializedError",
     "PagedEngine",
     "PrefillResult",

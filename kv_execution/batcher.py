@@ -18,11 +18,17 @@ from kv_common.model_spec import ModelSpec
 from kv_control.page_allocator import OutOfPagesError
 from kv_execution.requests import Request, TokenOutput
 from kv_execution.runtime import DispatchedStep, PagedRuntime
-from kv_execution.sampling_params import SamplingParams
+from kv_execution.sampling_params import SamplingParams, SamplingParamsError
+
+MAX_PRIORITY = 1_000_000
 
 
 class PromptError(JaxkvError):
     """A prompt that is empty or names tokens that the model does not have."""
+
+
+class RequestOptionError(JaxkvError):
+    """A priority, deadline or salt that is not one."""
 
 
 class RequestEndedError(JaxkvError):
@@ -34,7 +40,10 @@ def checked_prompt(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: i
 
     Raises PromptError where it is empty, not whole numbers, or outside the vocabulary.
     """
-    prompt = np.asarray(token_ids)
+    try:
+        prompt = np.asarray(token_ids)
+    except ValueError as error:  # lists of different lengths
+        raise PromptError("a prompt is a flat list of whole numbers; got lists within a list") from error
     if prompt.size == 0:
         raise PromptError("the prompt is empty; give at least one token")
     if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
@@ -130,7 +139,7 @@ class Batcher:
 
     def abort(self, request_id: int) -> bool:
         """End a request in any state and free what it holds; False where it has ended already."""
-        if request_id not in self._prompts:
+        if request_id not in self._prompts or self._runtime.interrupted:
             return False
         self._end(request_id)
         return True
@@ -141,8 +150,9 @@ class Batcher:
         False where it does not run, so that there is nothing to take.
         """
         if self._in_flight is not None:
-            in_flight, self._in_flight = self._in_flight, None
-            self._undelivered += self._collect(in_flight)
+            with self._runtime.step():
+                in_flight, self._in_flight = self._in_flight, None
+                self._undelivered += self._collect(in_flight)
         return request_id in self._prompts and self._runtime.scheduler.preempt(request_id)
 
     def _queue(
@@ -155,7 +165,9 @@ class Batcher:
         read_cache: bool,
         parent: int | None,
     ) -> int:
-        params.check_vocabulary(self._spec.vocab_size)
+        self._runtime.require_sound()
+        check_params(params, self._spec)
+        _check_options(priority, deadline_s, cache_salt)
         request_id = next(self._request_ids)
         queued = self._runtime.scheduler.submit(
             request_id,
@@ -175,14 +187,15 @@ class Batcher:
         return request_id
 
     def _advance(self) -> list[TokenOutput]:
-        previous = self._in_flight
-        plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
-        self._in_flight = None if plan is None else self._runtime.dispatch(plan)
-        if previous is not None:
-            return self._collect(previous)
-        if plan is None and self._prompts:
-            raise OutOfPagesError(1, self._runtime.scheduler.residency.obtainable_pages)
-        return []
+        with self._runtime.step():
+            previous = self._in_flight
+            plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
+            self._in_flight = None if plan is None else self._runtime.dispatch(plan)
+            if previous is not None:
+                return self._collect(previous)
+            if plan is None and self._prompts:
+                raise OutOfPagesError(1, self._runtime.scheduler.residency.obtainable_pages)
+            return []
 
     def _collect(self, step: DispatchedStep) -> list[TokenOutput]:
         outputs = self._runtime.collect(step)
@@ -208,6 +221,25 @@ class Batcher:
             # Nothing on the device can matter any more, and a step that nobody waits for must not outlive its requests.
             self._in_flight = None
             self._deadlines.clear()
+
+
+def check_params(params: SamplingParams, spec: ModelSpec) -> None:
+    """Raises SamplingParamsError for anything but parameters that fit the model's vocabulary."""
+    if not isinstance(params, SamplingParams):
+        raise SamplingParamsError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+    params.check_vocabulary(spec.vocab_size)
+
+
+def _check_options(priority: int, deadline_s: float | None, cache_salt: str) -> None:
+    whole = isinstance(priority, int) and not isinstance(priority, bool)
+    if not whole or abs(priority) > MAX_PRIORITY:
+        raise RequestOptionError(
+            f"priority is {priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
+        raise RequestOptionError(f"deadline_s is {deadline_s!r}; give seconds from now, 0 or more, or None")
+    if not isinstance(cache_salt, str):
+        raise RequestOptionError(f"cache_salt is a {type(cache_salt).__name__}; give a string")
 
 
 def make_request(

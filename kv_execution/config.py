@@ -1,6 +1,7 @@
 """How an engine is set up: checked once here, then handed down in parts."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from kv_common.errors import JaxkvError
 
@@ -43,16 +44,22 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("kv_pool_bytes", "tokens_per_page", "max_requests", "max_step_tokens"):
+        for name, least, optional in (
+            ("kv_pool_bytes", 1, False),
+            ("tokens_per_page", 1, False),
+            ("max_requests", 1, False),
+            ("max_step_tokens", 1, False),
+            ("max_context", 2, True),  # a token of prompt and one of answer
+            ("max_waiting", 0, True),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise EngineConfigError(f"{name} is {value!r}; give a whole number of at least 1")
-        if self.max_context is not None and self.max_context < 2:
-            raise EngineConfigError(
-                f"max_context is {self.max_context}; give at least 2, a token of prompt and one of answer"
-            )
-        if self.max_waiting is not None and self.max_waiting < 0:
-            raise EngineConfigError(f"max_waiting is {self.max_waiting}; give 0 or more, or None for any number")
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not (whole and value >= least) and not (optional and value is None):
+                wanted = f"a whole number of at least {least}" + (", or None" if optional else "")
+                raise EngineConfigError(f"{name} is {value!r}; give {wanted}")
+        for name in ("prefix_cache", "longest_prefix_first", "unroll_layers", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise EngineConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.max_step_tokens < self.max_requests:
             raise EngineConfigError(
                 f"max_step_tokens {self.max_step_tokens} is below max_requests {self.max_requests}, so a "

@@ -24,7 +24,7 @@ from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_control.scheduler import Scheduler
-from kv_execution.batcher import Batcher, checked_prompt, make_request
+from kv_execution.batcher import Batcher, check_params, checked_prompt, make_request
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import FinishReason, GenerationResult, TokenLogprob, TokenOutput
@@ -92,6 +92,8 @@ class PagedEngine:
 
         Raises EngineConfigError, LayoutError or ProviderError.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise EngineConfigError(f"config is a {type(config).__name__}; give EngineConfig(...)")
         self.model = model
         self.config = config = config or EngineConfig()
         spec = model.spec
@@ -219,7 +221,7 @@ class PagedEngine:
         """
         runtime, params = self._require_runtime(), params or SamplingParams()
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        params.check_vocabulary(self.model.spec.vocab_size)
+        check_params(params, self.model.spec)
         request_id = next(self._request_ids)
         handle = runtime.scheduler.hold(
             request_id, prompt, max_new_tokens=params.max_tokens, namespace=self._namespace_of(cache_salt)
@@ -230,7 +232,7 @@ class PagedEngine:
         runtime.begin(handle.row, request)
         self._held[request_id] = handle
         with contextlib.ExitStack() as undo:
-            undo.callback(self.release, handle)
+            undo.callback(self._discard, handle)
             outputs: list[TokenOutput] = []
             while not outputs:
                 outputs = self._run_held([handle])
@@ -258,10 +260,8 @@ class PagedEngine:
 
     def release(self, handle: RequestHandle) -> None:
         """Free a held request's row and pages. Raises StaleHandleError where it was released before."""
-        runtime = self._require_runtime()
-        runtime.scheduler.residency.request_map.row_of(handle)
-        runtime.scheduler.finish(handle.request_id)
-        del self._held[handle.request_id], runtime.requests[handle.request_id]
+        self._require_runtime().scheduler.residency.request_map.row_of(handle)
+        self._discard(handle)
 
     def batcher(self) -> Batcher:
         """The engine's queue for continuous batching."""
@@ -320,10 +320,12 @@ class PagedEngine:
             runtime.begin(handle.row)
             rows = np.array([handle.row])
             while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
-                parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
+                with runtime.step():
+                    parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
             return np.concatenate(parts)
         finally:
-            runtime.scheduler.finish(handle.request_id)
+            if not runtime.interrupted:
+                runtime.scheduler.finish(handle.request_id)
 
     def stats(self) -> EngineStats:
         """Counts of the running engine."""
@@ -359,8 +361,15 @@ class PagedEngine:
 
     def _run_held(self, handles: list[RequestHandle]) -> list[TokenOutput]:
         runtime = self._require_runtime()
-        plan = runtime.scheduler.schedule_held(np.array([handle.row for handle in handles]))
-        return runtime.collect(runtime.dispatch(plan))
+        with runtime.step():
+            plan = runtime.scheduler.schedule_held(np.array([handle.row for handle in handles]))
+            return runtime.collect(runtime.dispatch(plan))
+
+    def _discard(self, handle: RequestHandle) -> None:
+        runtime = self._runtime
+        if runtime is not None and not runtime.interrupted:
+            runtime.scheduler.finish(handle.request_id)
+            del self._held[handle.request_id], runtime.requests[handle.request_id]
 
     def _count_trace(self) -> None:
         self._traces += 1
@@ -368,6 +377,7 @@ class PagedEngine:
     def _require_runtime(self) -> PagedRuntime:
         if self._runtime is None:
             raise NotInitializedError("the engine has no runtime yet; call init_paged_runtime() first")
+        self._runtime.require_sound()
         return self._runtime
 
 

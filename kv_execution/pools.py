@@ -5,12 +5,14 @@ that donates them rebinds them in the same statement; nobody keeps a second refe
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
 from kv_kernels.provider import PoolPair
 
@@ -18,10 +20,29 @@ POISON_BATCH = 64
 """Pages poisoned by one call, so that one compiled program serves any number of them."""
 
 
+class PoolAllocationError(JaxkvError):
+    """The device cannot hold the pools."""
+
+
 def allocate_pools(layout: KvStorageLayoutV1) -> PoolPair:
-    """Zeroed pools of `layout.pool_shape_per_shard`."""
+    """Zeroed pools of `layout.pool_shape_per_shard`. Raises PoolAllocationError where the device has no room."""
     shape, dtype = layout.pool_shape_per_shard, jnp.dtype(layout.dtype)
-    return jax.jit(lambda: PoolPair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))()
+    # A CPU hands out memory that it does not have, and ends the process when it is used.
+    if jax.default_backend() == "cpu" and layout.total_pool_bytes > (present := _physical_memory_bytes()):
+        raise PoolAllocationError(
+            f"K/V pools of {layout.total_pool_bytes} bytes do not fit this machine's {present} bytes of memory; "
+            "lower kv_pool_bytes"
+        )
+    try:
+        return jax.block_until_ready(jax.jit(lambda: PoolPair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))())
+    except jax.errors.JaxRuntimeError as error:
+        raise PoolAllocationError(
+            f"the device has no room for K/V pools of {layout.total_pool_bytes} bytes; lower kv_pool_bytes"
+        ) from error
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def poison_pages(pools: PoolPair, pages: NDArray[np.int32], layout: KvStorageLayoutV1) -> PoolPair:

@@ -5,15 +5,18 @@ sampled tokens back. Dispatch and collection are apart so that the host can plan
 on this one. The state is donated and rebound in one statement.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_common.errors import JaxkvError
 from kv_common.page_table import KvPageTableV1
 from kv_control.buckets import ShapeBuckets, StepShape, page_entries, scrub_entries
+from kv_control.page_allocator import OutOfPagesError
 from kv_control.scheduler import Scheduler, StepPlan
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
@@ -28,6 +31,10 @@ class DispatchedStep(NamedTuple):
 
     plan: StepPlan
     sampled: Sampled
+
+
+class InterruptedStepError(JaxkvError):
+    """A step was cut off between its plan and its tokens, so what pages hold is not known any more."""
 
 
 class RuntimeCounters:
@@ -65,17 +72,48 @@ class PagedRuntime:
         self._provider = provider
         self._programs = programs
         self._debug = debug
+        self._interrupted = False
         self._table = SamplingTable(buckets.max_rows)
         self.state = DeviceState(
             pools=allocate_pools(self.layout), sampler=empty_sampler_state(buckets.max_rows, buckets.max_context)
         )
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a step was cut off, after which nothing here can be trusted."""
+        return self._interrupted
+
+    def require_sound(self) -> None:
+        """Raises InterruptedStepError after a step that was cut off."""
+        if self._interrupted:
+            raise InterruptedStepError(
+                "a step of this engine was interrupted and its K/V may be incomplete; call init_paged_runtime() to "
+                "start afresh, and submit the requests again"
+            )
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything from planning a step to taking its tokens: all of it happens, or the runtime is unsound.
+
+        A plan publishes pages that its step has yet to write, and the state is donated to a call before it is bound to
+        the result. OutOfPagesError is raised before either, and changes nothing.
+        """
+        self.require_sound()
+        self._interrupted = True
+        try:
+            yield
+        except OutOfPagesError:
+            self._interrupted = False
+            raise
+        self._interrupted = False
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, StepShape], None] | None = None) -> None:
         """Compile and run the step of every shape on padding alone, which changes nothing but the padding page."""
         for done, shape in enumerate(shapes):
             if progress is not None:
                 progress(done, shape)
-            jax.block_until_ready(self._run(None, shape))
+            with self.step():
+                jax.block_until_ready(self._run(None, shape))
         self._set_request(self.buckets.max_rows, np.zeros(0, np.int32), {})  # a row past the last changes nothing
         if self._debug:
             self._poison(np.zeros(1, np.int32))

@@ -8,7 +8,7 @@ submission. `seed=None` leaves the choice of a seed to the engine, which makes o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import NamedTuple
@@ -146,7 +146,10 @@ def _real(name: str, value: object, bounds: tuple[float, float]) -> float:
     low, high = bounds
     if isinstance(value, bool) or not isinstance(value, Real):
         raise SamplingParamsError(f"{name} is {value!r}: give a number from {low:g} to {high:g}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = inf
     if not isfinite(number) or not low <= number <= high:
         raise SamplingParamsError(f"{name} is {number:g}: give a number from {low:g} to {high:g}")
     return number

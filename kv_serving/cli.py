@@ -7,6 +7,7 @@ get wrong is one line `jaxkv: ...` and exit status 2, never a traceback; Ctrl-C 
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -30,6 +31,9 @@ from kv_serving.session import (
     open_model,
     start_engine,
 )
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -169,8 +173,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return int(app(args=arguments or ["--help"], prog_name="jaxkv", standalone_mode=False) or 0)
-    except typer.Abort:
-        return 130
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
     except typer.TyperException as error:
         return _complain(error.format_message())
     except JaxkvError as error:
@@ -186,4 +190,10 @@ def _complain(message: str) -> int:
 
 def main() -> None:
     """The console script."""
-    sys.exit(run())
+    status = run()
+    if status == INTERRUPTED:
+        # The compiler's threads may still be at work, and tearing the interpreter down under them crashes it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -153,7 +153,10 @@ class ConfigFields:
                 raise ModelConfigError(f"{self.origin} has no {name}: the file is incomplete, get it again")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError as error:
+                raise ModelConfigError(f"{self.origin} has {name} beyond any float: fix the file") from error
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -191,7 +194,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError both
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise ModelConfigError(f"{path} is not JSON ({error}): get the file again") from error
     if not isinstance(value, dict):
         raise ModelConfigError(f"{path} holds a {type(value).__name__}, expected an object: get the file again")

@@ -88,6 +88,10 @@ def load_model(source: str | Path, *, dtype: str = "float32", progress: Progress
     Raises:
         CheckpointError, ModelConfigError, UnsupportedModelError, TokenizerError: one line each, see those.
     """
+    if not isinstance(source, (str, Path)) or not str(source):
+        raise CheckpointError(
+            f"a model source is a path or owner/name, got {source!r}: name a directory, a .gguf or a repo"
+        )
     if dtype not in COMPUTE_DTYPES:
         raise UnsupportedModelError(f"compute dtype {dtype!r} is not implemented: use {', '.join(COMPUTE_DTYPES)}")
     path = Path(os.path.expanduser(source))
@@ -189,7 +193,8 @@ def _finish(
 
 def _check_architectures(raw: dict[str, Any], family: Family) -> None:
     stated = raw.get("architectures") or []
-    unknown = sorted(set(stated) - family.hf_architectures) if isinstance(stated, list) else [stated]
+    stated = stated if isinstance(stated, list) else [stated]
+    unknown = sorted(str(each) for each in stated if str(each) not in family.hf_architectures)
     if unknown:
         raise UnsupportedModelError(
             f"config.json is for {unknown[0]}, implemented is {', '.join(sorted(family.hf_architectures))}: use a "

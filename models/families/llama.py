@@ -54,7 +54,7 @@ def _hf_rope(fields: ConfigFields) -> RopeConfig:
     inner_theta = rope.take("rope_theta", float, None)
     if theta is not None and inner_theta is not None and theta != inner_theta:
         raise ModelConfigError(f"{fields.origin} has two values of rope_theta, {theta:g} and {inner_theta:g}: keep one")
-    theta = inner_theta or theta or 10000.0
+    theta = next((value for value in (inner_theta, theta) if value is not None), 10000.0)
     kind = rope.take("type", str, None)
     kind = rope.take("rope_type", str, kind or "default")
     rope.require("partial_rotary_factor", 1, 1.0)

@@ -28,11 +28,12 @@ def test_a_step_holds_one_token_of_each_decoding_row_then_the_chunks_and_no_more
     driver.assert_nothing_left()
 
 
-def test_a_long_prefill_never_delays_a_running_decode_by_more_than_one_chunk():
+@pytest.mark.parametrize("priority", [0, 1])
+def test_a_long_prefill_never_delays_a_running_decode_by_more_than_one_chunk(priority):
     driver = SchedulerDriver(usable_pages=200, max_step_tokens=8, max_context=512)
     decoding = [driver.submit(prompt_of(2, seed), 100) for seed in range(3)]
     driver.step_until(lambda: len(driver.answers) == 3)
-    long = driver.submit(prompt_of(300, 9), 2)
+    long = driver.submit(prompt_of(300, 9), 2, priority=priority)
     steps = 0
     while driver.computed[long] < 300:
         rows = rows_of(driver.step())
@@ -89,6 +90,16 @@ def test_the_largest_request_that_fits_runs_since_its_last_token_needs_no_page()
     driver.submit(prompt_of(30), 11)
     driver.run()
     assert len(driver.answers[0]) == 11
+
+
+def test_a_request_starts_only_where_its_first_new_token_fits_too():
+    driver = SchedulerDriver(usable_pages=5)
+    held = driver.hold(prompt_of(1, 1))
+    driver.step_held([held])
+    waiting = driver.submit(prompt_of(4 * PAGE, 2), 4)
+    assert driver.step() is None  # it would stand still with all but one of the pages
+    driver.end(held)
+    driver.run(waiting)
 
 
 def test_a_request_is_cut_where_the_context_ends():

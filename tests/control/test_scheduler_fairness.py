@@ -242,11 +242,11 @@ def test_a_fork_of_higher_priority_pushes_out_its_parent_once_at_most(prompt_len
 
 
 @pytest.mark.parametrize("longest_prefix_first", [True, False])
-def test_who_is_pushed_out_does_not_take_the_place_of_the_one_that_pushed(longest_prefix_first):
+def test_nobody_takes_the_place_of_the_one_that_pushed_another_out(longest_prefix_first):
     driver = SchedulerDriver(usable_pages=20, max_requests=1, longest_prefix_first=longest_prefix_first)
     low = driver.submit(prompt_of(20, 1), 20)
     driver.step_until(lambda: len(driver.answers.get(low, [])) == 4)
-    urgent = [driver.submit(prompt_of(20, seed), 4, priority=1) for seed in (2, 3)]
+    urgent = [driver.submit(prompt_of(20, seed), 4, priority=1) for seed in (2, 1)]
     driver.run()
     assert driver.preemptions == [low]
     assert driver.admissions == [low, *urgent, low]

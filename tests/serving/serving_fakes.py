@@ -127,7 +127,21 @@ class FakeEngine:
         return PLAN
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 3, 17, 0, 0, self.batcher_.steps, 10, 20, 0, 2, 2)
+        return EngineStats(
+            pages_in_use=0,
+            peak_pages_in_use=3,
+            cached_pages=0,
+            free_pages=17,
+            running=0,
+            waiting=0,
+            steps=self.batcher_.steps,
+            prefill_tokens=10,
+            decode_tokens=20,
+            preemptions=0,
+            copied_pages=0,
+            traces=2,
+            shapes_used=2,
+        )
 
 
 def install(replies: list[str]) -> FakeBatcher:
