@@ -16,7 +16,7 @@ AGING_STEPS = 256
 """Steps of waiting that are worth one level of priority."""
 
 LOOK_PAST = 16
-"""Waiting requests that are considered for admission in a step."""
+"""Waiting requests that are considered for admission in a step, beyond as many as there are free rows."""
 
 MAX_TIMES_PASSED = 64
 """Requests that may start ahead of one that came before them but does not fit; after that it goes next."""

@@ -350,7 +350,7 @@ class Scheduler:
 
     def _candidates(self, *, made_way: bool) -> Iterator[tuple[QueuedRequest, Share]]:
         """Waiting requests in the order of admission, with what they could share; none that had better wait."""
-        waiting = self._waiting.first(LOOK_PAST)
+        waiting = self._waiting.first(self.residency.request_map.free_rows + LOOK_PAST)
         # Where others had to make way it was for the head of the queue, and nobody may take its place.
         if self._longest_prefix_first and not made_way:
             waiting.sort(key=self._prefix_order)
