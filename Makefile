@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+NATIVE := $(wildcard kv_kernels/native/CMakeLists.txt kv_kernels/native/src/*)
 BIN := $(VENV)/bin
 MODEL_FILE := SmolLM2-135M-Instruct.Q4_1.gguf
 TEST_MODEL := .cache/models/$(MODEL_FILE)
@@ -52,11 +53,11 @@ $(BIN)/python:
 	  || { echo "jaxkv needs Python 3.11 or newer: run make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+$(VENV)/installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+$(VENV)/installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/installed
 
