@@ -49,15 +49,25 @@ static inline void widen_padded(Element element, const void* from, int64_t index
   }
 }
 
-// Exactly `count` numbers out.
+// Exactly `count` numbers out. The last vector overlaps the one before, which is quicker than a tail of its own.
+template <class S, Element E>
+static inline void widen_exactly(const void* from, int64_t count, float* out) {
+  if (count >= S::kWidth) {
+    for (int64_t i = 0; i + S::kWidth < count; i += S::kWidth) S::store(out + i, load_as_float<S, E>(from, i));
+    S::store(out + count - S::kWidth, load_as_float<S, E>(from, count - S::kWidth));
+  } else if (count > 0) {
+    alignas(64) float tail[S::kWidth];
+    S::store(tail, load_tail_as_float<S, E>(from, 0, count));
+    for (int64_t i = 0; i < count; ++i) out[i] = tail[i];
+  }
+}
+
 template <class S>
 static void widen(const void* from, Element element, int64_t count, float* out) {
-  const int64_t whole = count / S::kWidth * S::kWidth;
-  widen_padded<S>(element, from, 0, whole, out);
-  if (whole < count) {
-    alignas(64) float tail[S::kWidth];
-    widen_padded<S>(element, from, whole, count - whole, tail);
-    for (int64_t i = whole; i < count; ++i) out[i] = tail[i - whole];
+  switch (element) {
+    case Element::kF32: return widen_exactly<S, Element::kF32>(from, count, out);
+    case Element::kF16: return widen_exactly<S, Element::kF16>(from, count, out);
+    case Element::kBF16: return widen_exactly<S, Element::kBF16>(from, count, out);
   }
 }
 

@@ -51,8 +51,10 @@ class QuantRows {
       const int64_t actual = row + i < weight.out_features ? row + i : weight.out_features - 1;
       const int64_t block = actual * row_blocks + first_block;
       rows_[i] = static_cast<const uint8_t*>(weight.values) + block * kBlockBytes;
-      widen<S>(weight.scales + block, Element::kF16, blocks, scales_[i]);
-      if constexpr (kKind == WeightKind::kQ4_1) widen<S>(weight.mins + block, Element::kF16, blocks, mins_[i]);
+      widen_exactly<S, Element::kF16>(weight.scales + block, blocks, scales_[i]);
+      if constexpr (kKind == WeightKind::kQ4_1) {
+        widen_exactly<S, Element::kF16>(weight.mins + block, blocks, mins_[i]);
+      }
     }
   }
   int64_t whole() const { return count_; }
