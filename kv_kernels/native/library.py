@@ -1,7 +1,7 @@
 """The shared library of the native kernels: found, loaded once, its handlers registered with XLA.
 
 The library has no Python ABI. It carries kernels for several instruction sets and takes the best that the CPU has;
-`JAXKV_NATIVE_LEVEL` asks for a lower one.
+`JAXKV_NATIVE_LEVEL` asks for a lower one, and `JAXKV_NATIVE_LIBRARY` for another build of the library.
 """
 
 import ctypes
@@ -17,6 +17,7 @@ LEVELS = ("generic", "avx2", "avx512")
 """Instruction sets that kernels may exist for, slowest first."""
 
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"
+LIBRARY_VARIABLE = "JAXKV_NATIVE_LIBRARY"
 TARGETS = ("jaxkv_append_kv", "jaxkv_paged_attention", "jaxkv_linear", "jaxkv_embed")
 
 
@@ -63,12 +64,9 @@ class NativeLibrary:
 @functools.cache
 def load_library() -> NativeLibrary:
     """The library, its handlers registered on first use. Raises NativeUnavailableError with the reason."""
-    # Found as a module would be, since an editable install keeps it apart from the sources.
-    spec = importlib.util.find_spec("kv_kernels.native._kernels")
-    if spec is None or spec.origin is None:
-        raise NativeUnavailableError("the native kernels were not built: install with a C++17 compiler at hand")
+    path = os.environ.get(LIBRARY_VARIABLE) or _installed_library()
     try:
-        shared = ctypes.CDLL(spec.origin)
+        shared = ctypes.CDLL(path)
     except OSError as error:
         raise NativeUnavailableError(f"the native kernels cannot be loaded: {error}; install again") from error
     library = NativeLibrary(shared)
@@ -77,3 +75,11 @@ def load_library() -> NativeLibrary:
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(shared, target)), platform="cpu")
     return library
+
+
+def _installed_library() -> str:
+    # Found as a module would be, since an editable install keeps it apart from the sources.
+    spec = importlib.util.find_spec("kv_kernels.native._kernels")
+    if spec is None or spec.origin is None:
+        raise NativeUnavailableError("the native kernels were not built: install with a C++17 compiler at hand")
+    return spec.origin

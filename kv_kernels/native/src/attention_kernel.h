@@ -180,11 +180,9 @@ static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, f
     const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
     const int64_t padded = (count + kRowGroup - 1) / kRowGroup * kRowGroup;
     load_block<S>(a, tile, kv_head, first, count, padded, s);
-    for (int64_t key = 0; key < padded; key += kRowGroup) {
-      const float* w[kRowGroup];
-      for (int64_t i = 0; i < kRowGroup; ++i) w[i] = s.keys + (key + i) * s.stride;
-      tiles<S>(s.query, s.rows, s.stride, w, s.stride, s.scores + key, kKeyBlock, false);
-    }
+    const float* w[kKeyBlock];
+    for (int64_t i = 0; i < padded; ++i) w[i] = s.keys + i * s.stride;
+    tiles<S>(s.query, s.rows, s.stride, w, padded / kRowGroup, s.stride, s.scores, kKeyBlock, false);
     for (int64_t row = 0; row < s.rows; ++row) {
       const int64_t position = tile.position + row / group;
       const int64_t visible = (position + 1 < tile.kv_len ? position + 1 : tile.kv_len) - first;

@@ -16,7 +16,7 @@ constexpr int64_t kMaxPanel = 768;      // elements of `in` reduced in one run; 
 constexpr int64_t kTokenBlock = 96;     // most tokens that one call of `product` takes
 constexpr int64_t kOutputBlock = 64;    // outputs that share a block of results
 constexpr int64_t kRowGroup = 4;        // weight rows that are multiplied together
-constexpr int64_t kDirectTokens = 4;    // up to so many tokens weights are unpacked in registers
+constexpr int64_t kUnpackedGroups = 2;  // row groups that are unpacked together
 constexpr int64_t kKeyBlock = 64;       // keys that share a rescaling of the softmax, counted from position 0
 constexpr int64_t kStridePadding = 16;  // floats between packed rows, against cache-set conflicts
 

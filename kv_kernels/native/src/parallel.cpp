@@ -11,7 +11,7 @@ namespace {
 
 std::atomic<int> thread_limit{0};
 
-constexpr int kSpins = 2000;  // some microseconds; after them the caller gives up its core between looks
+constexpr int kSpins = 200;  // some microseconds; after them the caller gives up its core between looks
 
 inline void relax() {
 #ifdef JAXKV_X86

@@ -53,22 +53,39 @@ static inline void direct(const Rows& rows, const float* x, int64_t x_stride, fl
   }
 }
 
+// Outputs [first_output, last_output) of one panel by way of a buffer, kUnpackedGroups groups of rows at a time.
 template <class S, class Rows>
-static inline void by_buffer(const Rows& rows, int64_t count, const float* x, int64_t tokens, int64_t x_stride,
-                             float* out, bool add) {
-  alignas(64) float unpacked[kRowGroup][kMaxPanel];
-  const float* w[kRowGroup];
-  const bool in_place = Rows::kFloat && !rows.has_tail();
-  for (int64_t n = 0; n < kRowGroup; ++n) {
-    if (in_place) {
-      w[n] = rows.floats(n);
-    } else {
-      unpack_panel_row<S>(rows, n, unpacked[n]);
-      w[n] = unpacked[n];
-    }
-  }
+static inline void by_buffer(const WeightView& weight, int64_t first_output, int64_t last_output, int64_t first,
+                             int64_t count, const float* x, int64_t tokens, int64_t x_stride, float* out, bool add) {
+  constexpr int64_t kUnpackedRows = kUnpackedGroups * kRowGroup;
+  alignas(64) float unpacked[kUnpackedRows][kMaxPanel];
+  const float* w[kUnpackedRows];
   const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth;
-  tiles<S>(x, tokens, x_stride, w, padded, out, kOutputBlock, add);
+  for (int64_t output = first_output; output < last_output; output += kUnpackedRows) {
+    int64_t groups = 0;
+    for (int64_t row = output; row < last_output && groups < kUnpackedGroups; row += kRowGroup, ++groups) {
+      const Rows rows(weight, row, first, count);
+      for (int64_t n = 0; n < kRowGroup; ++n) {
+        float* buffer = unpacked[groups * kRowGroup + n];
+        if (Rows::kFloat && !rows.has_tail()) {
+          w[groups * kRowGroup + n] = rows.floats(n);
+        } else {
+          unpack_panel_row<S>(rows, n, buffer);
+          w[groups * kRowGroup + n] = buffer;
+        }
+      }
+    }
+    tiles<S>(x, tokens, x_stride, w, groups, padded, out + (output - first_output), kOutputBlock, add);
+  }
+}
+
+template <class S, class Rows, int M>
+static inline void direct_block(const WeightView& weight, int64_t first_output, int64_t last_output, int64_t first,
+                                int64_t count, const float* x, int64_t x_stride, float* out, bool add) {
+  for (int64_t output = first_output; output < last_output; output += kRowGroup) {
+    const Rows rows(weight, output, first, count);
+    direct<S, Rows, M>(rows, x, x_stride, out + (output - first_output), kOutputBlock, add);
+  }
 }
 
 template <class S, class Rows>
@@ -80,16 +97,20 @@ static void product_block(const Product& p, int64_t first_token, int64_t tokens,
     const int64_t count = left < p.panel ? left : p.panel;
     const float* x = p.x + (panel * p.tokens + first_token) * x_stride;
     const bool add = panel > 0;
-    for (int64_t output = first_output; output < last_output; output += kRowGroup) {
-      const Rows rows(p.weight, output, first, count);
-      float* out = results + (output - first_output);
-      switch (tokens) {
-        case 1: direct<S, Rows, 1>(rows, x, x_stride, out, kOutputBlock, add); break;
-        case 2: direct<S, Rows, 2>(rows, x, x_stride, out, kOutputBlock, add); break;
-        case 3: if constexpr (S::kTileRows >= 3) { direct<S, Rows, 3>(rows, x, x_stride, out, kOutputBlock, add); break; } [[fallthrough]];
-        case 4: if constexpr (S::kTileRows >= 4) { direct<S, Rows, 4>(rows, x, x_stride, out, kOutputBlock, add); break; } [[fallthrough]];
-        default: by_buffer<S>(rows, count, x, tokens, x_stride, out, add);
-      }
+    const auto run = [&](auto rows_of_x) {
+      direct_block<S, Rows, decltype(rows_of_x)::value>(p.weight, first_output, last_output, first, count, x, x_stride,
+                                                        results, add);
+    };
+    if (tokens == 1) {
+      run(std::integral_constant<int, 1>());
+    } else if (tokens == 2) {
+      run(std::integral_constant<int, 2>());
+    } else if (S::kDirectTokens >= 3 && tokens == 3) {
+      run(std::integral_constant<int, S::kDirectTokens >= 3 ? 3 : 1>());
+    } else if (S::kDirectTokens >= 4 && tokens == 4) {
+      run(std::integral_constant<int, S::kDirectTokens >= 4 ? 4 : 1>());
+    } else {
+      by_buffer<S, Rows>(p.weight, first_output, last_output, first, count, x, tokens, x_stride, results, add);
     }
   }
 }

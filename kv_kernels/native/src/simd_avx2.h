@@ -12,6 +12,7 @@ struct Avx2Simd {
   static constexpr const char* kName = "avx2";
   static constexpr int kWidth = 8;
   static constexpr int kTileRows = 3;
+  static constexpr int kDirectTokens = 3;  // up to so many tokens weights are unpacked in registers
   static constexpr int kValueRows = 2;
 
   static V zero() { return _mm256_setzero_ps(); }

@@ -12,6 +12,7 @@ struct Avx512Simd {
   static constexpr const char* kName = "avx512";
   static constexpr int kWidth = 16;
   static constexpr int kTileRows = 6;
+  static constexpr int kDirectTokens = 4;  // up to so many tokens weights are unpacked in registers
   static constexpr int kValueRows = 4;
 
   static V zero() { return _mm512_setzero_ps(); }

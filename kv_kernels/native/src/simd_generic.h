@@ -13,6 +13,7 @@ struct GenericSimd {
   static constexpr const char* kName = "generic";
   static constexpr int kWidth = 4;
   static constexpr int kTileRows = 2;      // tokens of a product's register tile
+  static constexpr int kDirectTokens = 2;  // up to so many tokens weights are unpacked in registers
   static constexpr int kValueRows = 2;     // rows of the tile of weights times values
 
   static V zero() { return V{0, 0, 0, 0}; }

@@ -38,23 +38,27 @@ static inline void tile(const float* x, int64_t x_stride, const float* const* w,
   }
 }
 
-// `rows` rows of x times four of w; `count` is a multiple of the vector's width. out [rows, 4] with a stride.
+// `rows` rows of x times `groups` groups of four rows of w; `count` is a multiple of the vector's width. Group g goes to
+// columns 4g to 4g + 3 of out. A few rows of x stay in the first-level cache while all of w passes.
 template <class S>
-static inline void tiles(const float* x, int64_t rows, int64_t x_stride, const float* const* w, int64_t count,
-                         float* out, int64_t out_stride, bool add) {
+static inline void tiles(const float* x, int64_t rows, int64_t x_stride, const float* const* w, int64_t groups,
+                         int64_t count, float* out, int64_t out_stride, bool add) {
   // Tiles of about equal height: a last one of a single row would wait for its sums most of the time.
   const int64_t parts = (rows + S::kTileRows - 1) / S::kTileRows;
   for (int64_t part = 0, row = 0; part < parts; ++part) {
     const int64_t height = (rows - row + parts - part - 1) / (parts - part);
     const float* from = x + row * x_stride;
-    float* to = out + row * out_stride;
-    switch (height) {
-      case 1: tile<S, 1>(from, x_stride, w, count, to, out_stride, add); break;
-      case 2: tile<S, 2>(from, x_stride, w, count, to, out_stride, add); break;
-      case 3: if constexpr (S::kTileRows >= 3) tile<S, 3>(from, x_stride, w, count, to, out_stride, add); break;
-      case 4: if constexpr (S::kTileRows >= 4) tile<S, 4>(from, x_stride, w, count, to, out_stride, add); break;
-      case 5: if constexpr (S::kTileRows >= 5) tile<S, 5>(from, x_stride, w, count, to, out_stride, add); break;
-      case 6: if constexpr (S::kTileRows >= 6) tile<S, 6>(from, x_stride, w, count, to, out_stride, add); break;
+    for (int64_t group = 0; group < groups; ++group) {
+      const float* const* four = w + group * kRowGroup;
+      float* to = out + row * out_stride + group * kRowGroup;
+      switch (height) {
+        case 1: tile<S, 1>(from, x_stride, four, count, to, out_stride, add); break;
+        case 2: tile<S, 2>(from, x_stride, four, count, to, out_stride, add); break;
+        case 3: if constexpr (S::kTileRows >= 3) tile<S, 3>(from, x_stride, four, count, to, out_stride, add); break;
+        case 4: if constexpr (S::kTileRows >= 4) tile<S, 4>(from, x_stride, four, count, to, out_stride, add); break;
+        case 5: if constexpr (S::kTileRows >= 5) tile<S, 5>(from, x_stride, four, count, to, out_stride, add); break;
+        case 6: if constexpr (S::kTileRows >= 6) tile<S, 6>(from, x_stride, four, count, to, out_stride, add); break;
+      }
     }
     row += height;
   }
