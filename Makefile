@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+NATIVE := $(wildcard kv_kernels/native/CMakeLists.txt kv_kernels/native/src/*)
 BIN := $(VENV)/bin
 MODEL_FILE := SmolLM2-135M-Instruct.Q4_1.gguf
 TEST_MODEL := .cache/models/$(MODEL_FILE)
@@ -13,7 +14,7 @@ ifeq ($(origin MODEL),file)
 DEMO_NEEDS := $(TEST_MODEL)
 endif
 
-.PHONY: demo test test-slow lint format bench model clean
+.PHONY: demo test test-slow sanitize lint format bench model clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed $(DEMO_NEEDS)
@@ -27,6 +28,16 @@ test: lint $(TEST_MODEL)
 
 test-slow: $(VENV)/installed-test $(TEST_MODEL)
 	$(BIN)/python -m pytest -m slow
+
+# The tests of the native kernels, on a build that AddressSanitizer and UBSan watch.
+sanitize: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S kv_kernels/native -B build/sanitize -G Ninja -DJAXKV_SANITIZE=ON \
+	  -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python"
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/sanitize
+	JAXKV_NATIVE_LIBRARY="$(CURDIR)/build/sanitize/_kernels.so" ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  $(BIN)/python -m pytest tests/kernels -k "native and not library"
 
 lint: $(VENV)/installed-test
 	$(BIN)/python tools/import_rule_check.py
@@ -52,11 +63,11 @@ $(BIN)/python:
 	  || { echo "jaxkv needs Python 3.11 or newer: run make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+$(VENV)/installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+$(VENV)/installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/installed
 

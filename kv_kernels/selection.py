@@ -9,13 +9,14 @@ import logging
 from typing import NamedTuple
 
 from kv_common.errors import JaxkvError
+from kv_kernels.native import NativeProvider
 from kv_kernels.provider import KernelNeeds, KernelProvider
 from kv_kernels.reference import ReferenceProvider
 
 logger = logging.getLogger(__name__)
 
-_PROVIDERS: dict[str, KernelProvider] = {"reference": ReferenceProvider()}
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("reference",)}
+_PROVIDERS: dict[str, KernelProvider] = {"native": NativeProvider(), "reference": ReferenceProvider()}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("native", "reference")}
 _ANY_PLATFORM = ("reference",)
 
 

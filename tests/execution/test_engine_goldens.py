@@ -17,9 +17,9 @@ CASES = ("llama", "llama_mqa", "llama_rope_llama3", "llama_bias_tied")
 GREEDY_24 = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=True)
 
 
-def assert_equals_golden(model, case: str, tokens_per_page: int) -> None:
+def assert_equals_golden(model, case: str, tokens_per_page: int, provider: str = "auto") -> None:
     expected = np.load(GOLDEN / case / "expected.npz")
-    engine = make_engine(model, tokens_per_page=tokens_per_page, max_step_tokens=128)
+    engine = make_engine(model, tokens_per_page=tokens_per_page, max_step_tokens=128, provider=provider)
     prompts = [expected[f"prompt_{index}"] for index in range(4)]
     results = engine.generate(prompts, GREEDY_24)
     for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
@@ -34,10 +34,10 @@ def assert_equals_golden(model, case: str, tokens_per_page: int) -> None:
     assert engine.stats().pages_in_use == 0
 
 
-@pytest.mark.parametrize("tokens_per_page", [1, 64])
+@pytest.mark.parametrize(("provider", "tokens_per_page"), [("native", 1), ("native", 64), ("reference", 64)])
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_and_logits_equal_transformers(case, tokens_per_page):
-    assert_equals_golden(golden_model(case), case, tokens_per_page)
+def test_greedy_tokens_and_logits_equal_transformers(case, provider, tokens_per_page):
+    assert_equals_golden(golden_model(case), case, tokens_per_page, provider)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""The wheel holds every module of every package and nothing of the tests."""
+"""The wheel holds every module of every package, the native kernels, and nothing of the tests."""
 
 import subprocess
 import sys
@@ -22,4 +22,4 @@ def test_the_wheel_holds_every_module_and_the_command(tmp_path: Path) -> None:
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "jaxkv = kv_serving.cli:main" in archive.read(entry_points).decode()
     modules = {str(path.relative_to(REPOSITORY)) for layer in LAYERS for path in (REPOSITORY / layer).rglob("*.py")}
-    assert packed == modules
+    assert packed == modules | {"kv_kernels/native/_kernels.so"}

@@ -1,0 +1,140 @@
+// paged_attention: ragged rows cut into tiles of query tokens, every tile and K/V head a task.
+
+#include <algorithm>
+#include <vector>
+
+#include "operands.h"
+#include "parallel.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int64_t kTileQueries = 48;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
+
+// The tiles of every row, checked against the pools and the page list. Rows without a query have none.
+std::vector<QueryTile> query_tiles(Checker& check, const Attention& a, const ffi::AnyBuffer& query_start,
+                                   const ffi::AnyBuffer& kv_len, const ffi::AnyBuffer& page_start,
+                                   const ffi::AnyBuffer& page_ids, int64_t tokens, int64_t num_pages) {
+  const auto* start = static_cast<const int32_t*>(query_start.untyped_data());
+  const auto* length = static_cast<const int32_t*>(kv_len.untyped_data());
+  const auto* first_entry = static_cast<const int32_t*>(page_start.untyped_data());
+  const auto* pages = static_cast<const int32_t*>(page_ids.untyped_data());
+  const int64_t rows = kv_len.dimensions()[0], entries = page_ids.dimensions()[0];
+  const int64_t width = std::max<int64_t>(1, kTileQueries / (a.heads / a.kv_heads));
+  std::vector<QueryTile> tiles;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t first = start[row], queries = start[row + 1] - first;
+    if (queries == 0) continue;
+    const std::string name = "row " + std::to_string(row);
+    const int64_t used = (length[row] + a.tokens_per_page - 1) / a.tokens_per_page;
+    if (!check.require(first >= 0 && queries > 0 && first + queries <= tokens,
+                       name + " has queries " + std::to_string(first) + " to " + std::to_string(first + queries) +
+                           " of " + std::to_string(tokens)) ||
+        !check.require(length[row] >= queries, name + " has kv_len " + std::to_string(length[row]) + " for " +
+                                                   std::to_string(queries) + " queries") ||
+        !check.require(first_entry[row] >= 0 && first_entry[row] + used <= entries,
+                       name + " needs page entries " + std::to_string(first_entry[row]) + " to " +
+                           std::to_string(first_entry[row] + used) + " of " + std::to_string(entries))) {
+      return {};
+    }
+    for (int64_t entry = first_entry[row]; entry < first_entry[row] + used; ++entry) {
+      if (!check.index("page", pages[entry] + a.first_page, num_pages)) return {};
+    }
+    for (int64_t offset = 0; offset < queries; offset += width) {
+      tiles.push_back({first + offset, std::min(width, queries - offset), length[row] - queries + offset, length[row],
+                       pages + first_entry[row]});
+    }
+  }
+  // The longest first, so that no thread is left alone with one at the end.
+  std::stable_sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
+    return a.tokens * (a.position + a.tokens) > b.tokens * (b.position + b.tokens);
+  });
+  return tiles;
+}
+
+void clear_tokens_without_row(const Attention& a, const int32_t* query_start, int64_t rows, int64_t tokens) {
+  const int64_t token_bytes = a.heads * a.head_dim * element_size(a.q_type);
+  char* out = static_cast<char*>(a.out);
+  std::fill(out + query_start[rows] * token_bytes, out + tokens * token_bytes, char{0});
+}
+
+// q [tokens, heads, head_dim]; pools [pages, tokens_per_page, kv_heads, head_dim]; first_page i32 [], the pool row of
+// the layer's page 0; query_start i32 [rows + 1]; kv_len, page_start i32 [rows]; page_ids i32 [entries], of layer 0.
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                     ffi::AnyBuffer first_page, ffi::AnyBuffer query_start, ffi::AnyBuffer kv_len,
+                     ffi::AnyBuffer page_start, ffi::AnyBuffer page_ids, ffi::Result<ffi::AnyBuffer> out, float scale,
+                     float soft_cap, int64_t window) {
+  Checker check("paged_attention");
+  Attention a{};
+  if (!check.shape("q", q, {kAny, kAny, kAny}) || !check.floating("q", q, &a.q_type) ||
+      !check.shape("k_pool", k, {kAny, kAny, kAny, q.dimensions()[2]}) ||
+      !check.floating("k_pool", k, &a.pool_type)) {
+    return check.error();
+  }
+  const auto sizes = k.dimensions();
+  const int64_t tokens = q.dimensions()[0];
+  if (!check.shape("v_pool", v, {sizes[0], sizes[1], sizes[2], sizes[3]}) ||
+      !check.dtype("v_pool", v, k.element_type()) || !check.shape("first_page", first_page, {}) ||
+      !check.dtype("first_page", first_page, ffi::DataType::S32) || !check.shape("kv_len", kv_len, {kAny}) ||
+      !check.dtype("kv_len", kv_len, ffi::DataType::S32) ||
+      !check.shape("query_start", query_start, {kv_len.dimensions()[0] + 1}) ||
+      !check.dtype("query_start", query_start, ffi::DataType::S32) ||
+      !check.shape("page_start", page_start, {kv_len.dimensions()[0]}) ||
+      !check.dtype("page_start", page_start, ffi::DataType::S32) || !check.shape("page_ids", page_ids, {kAny}) ||
+      !check.dtype("page_ids", page_ids, ffi::DataType::S32) ||
+      !check.shape("result", *out, {tokens, q.dimensions()[1], q.dimensions()[2]}) ||
+      !check.dtype("result", *out, q.element_type()) ||
+      !check.require(sizes[1] > 0 && sizes[2] > 0 && sizes[3] > 0 && q.dimensions()[1] % sizes[2] == 0,
+                     std::to_string(q.dimensions()[1]) + " heads are not a multiple of the heads of pools " +
+                         shape_text(k))) {
+    return check.error();
+  }
+  a.q = q.untyped_data();
+  a.k = k.untyped_data();
+  a.v = v.untyped_data();
+  a.out = out->untyped_data();
+  a.heads = q.dimensions()[1];
+  a.kv_heads = sizes[2];
+  a.head_dim = sizes[3];
+  a.tokens_per_page = sizes[1];
+  a.first_page = *static_cast<const int32_t*>(first_page.untyped_data());
+  a.scale = scale;
+  a.soft_cap = soft_cap;
+  a.window = window;
+  const auto tiles = query_tiles(check, a, query_start, kv_len, page_start, page_ids, tokens, sizes[0]);
+  const auto* starts = static_cast<const int32_t*>(query_start.untyped_data());
+  const int64_t rows = kv_len.dimensions()[0];
+  if (check.failed() || !check.require(starts[rows] >= 0 && starts[rows] <= tokens,
+                                       "query_start ends at " + std::to_string(starts[rows]) + " of " +
+                                           std::to_string(tokens) + " tokens")) {
+    return check.error();
+  }
+  clear_tokens_without_row(a, starts, rows, tokens);
+  const Kernels& level = kernels();
+  parallel_for(pool, static_cast<int64_t>(tiles.size()) * a.kv_heads, [&](int64_t task) {
+    const QueryTile& tile = tiles[static_cast<size_t>(task / a.kv_heads)];
+    float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, tile.tokens));
+    level.attend(a, tile, task % a.kv_heads, scratch);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxkv
+
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkv_paged_attention(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_paged_attention, jaxkv::attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window"));

@@ -1,0 +1,11 @@
+// Which instruction set runs: the best of this CPU, unless one was asked for.
+#pragma once
+
+#include "kernels.h"
+
+extern "C" {
+// The name of the instruction set in use.
+__attribute__((visibility("default"))) const char* jaxkv_level();
+// Uses `name` (generic, avx2 or avx512) from the next call on; returns 0, or 1 where the CPU or the build lacks it.
+__attribute__((visibility("default"))) int jaxkv_set_level(const char* name);
+}

@@ -1,0 +1,104 @@
+// The kernels that every instruction set provides, and what they take: plain data, already checked.
+//
+// A kernel's result for one token is the same bits whatever stands beside it: each output is reduced in one order that
+// depends on the sizes of the weight (or the positions of the keys) and on the instruction set, on nothing else.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxkv {
+
+enum class Element { kF32, kF16, kBF16 };
+enum class WeightKind { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1 };
+
+constexpr int64_t kQuantBlock = 32;     // elements that share a scale
+constexpr int64_t kMaxPanel = 768;      // elements of `in` reduced in one run; such runs are added in order
+constexpr int64_t kTokenBlock = 96;     // most tokens that one call of `product` takes
+constexpr int64_t kOutputBlock = 64;    // outputs that share a block of results
+constexpr int64_t kRowGroup = 4;        // weight rows that are multiplied together
+constexpr int64_t kUnpackedGroups = 2;  // row groups that are unpacked together
+constexpr int64_t kKeyBlock = 64;       // keys that share a rescaling of the softmax, counted from position 0
+constexpr int64_t kStridePadding = 16;  // floats between packed rows, against cache-set conflicts
+
+// One matrix [out, in] in its storage: dense values, or quants with scales and mins per 32 elements.
+struct WeightView {
+  WeightKind kind;
+  int64_t out_features;
+  int64_t in_features;
+  const void* values;
+  const uint16_t* scales;  // f16 [out, in/32]; null where dense
+  const uint16_t* mins;    // f16 [out, in/32]; q4_1 only
+};
+
+// x times weight transposed. x is float32, cut in panels along `in`: [panels][tokens][panel + kStridePadding], zeros
+// where a panel is longer than what is left.
+struct Product {
+  WeightView weight;
+  const float* x;
+  int64_t tokens;
+  int64_t panel;   // a multiple of kQuantBlock
+  int64_t panels;
+  void* out;       // [tokens, out_features]
+  Element out_type;
+};
+
+// Paged attention of one call; q and out are [tokens, heads, head_dim], pools [pages, tokens_per_page, kv_heads, head_dim].
+struct Attention {
+  const void* q;
+  Element q_type;
+  const void* k;
+  const void* v;
+  Element pool_type;
+  void* out;       // of q_type
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  int64_t tokens_per_page;
+  int64_t first_page;
+  float scale;
+  float soft_cap;  // 0 for none
+  int64_t window;  // 0 for none
+};
+
+// Query tokens that follow each other in one row, and the row's pages.
+struct QueryTile {
+  int64_t first_token;
+  int64_t tokens;
+  int64_t position;      // of the first token
+  int64_t kv_len;
+  const int32_t* pages;  // of layer 0
+};
+
+struct Kernels {
+  const char* name;
+  // Outputs [first_output, last_output) of tokens [first_token, last_token), at most kTokenBlock tokens.
+  void (*product)(const Product&, int64_t first_token, int64_t last_token, int64_t first_output, int64_t last_output);
+  void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
+  // Floats of scratch, aligned to 64 bytes, that `attend` needs for a tile of so many tokens.
+  int64_t (*attend_scratch)(const Attention&, int64_t tokens);
+  void (*unpack_row)(const WeightView&, int64_t row, float* out);
+  void (*widen)(const void* from, Element, int64_t count, float* out);
+  void (*narrow)(const float* from, int64_t count, Element, void* out);
+};
+
+const Kernels& generic_kernels();
+#ifdef JAXKV_X86
+const Kernels& avx2_kernels();
+const Kernels& avx512_kernels();
+#endif
+
+// The kernels in use: the best that the CPU has, or what jaxkv_set_level chose.
+const Kernels& kernels();
+
+inline int64_t panel_count(int64_t in_features) { return in_features <= kMaxPanel ? 1 : (in_features + kMaxPanel - 1) / kMaxPanel; }
+
+// Panels of about equal length, at most kMaxPanel; a function of `in` alone, since it decides the order of the sums.
+inline int64_t panel_length(int64_t in_features) {
+  const int64_t panels = panel_count(in_features);
+  const int64_t even = (in_features + panels - 1) / panels;
+  return (even + kQuantBlock - 1) / kQuantBlock * kQuantBlock;
+}
+
+inline int64_t element_size(Element element) { return element == Element::kF32 ? 4 : 2; }
+
+}  // namespace jaxkv

@@ -1,0 +1,48 @@
+// Operands of an FFI call, checked: every handler reads its buffers through this, so that a wrong one is an error with
+// the numbers and never a read out of bounds.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxkv {
+
+namespace ffi = xla::ffi;
+
+constexpr int64_t kAny = -1;
+
+// Collects the first complaint of a call.
+class Checker {
+ public:
+  explicit Checker(const char* operation) : operation_(operation) {}
+
+  // The buffer has these sizes; kAny matches any.
+  bool shape(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> sizes);
+  bool dtype(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType wanted);
+  // The buffer is float32, float16 or bfloat16; its element type goes to `element`.
+  bool floating(const char* name, const ffi::AnyBuffer& buffer, Element* element);
+  // 0 <= value < limit.
+  bool index(const char* name, int64_t value, int64_t limit);
+  bool require(bool condition, const std::string& message);
+
+  bool failed() const { return failed_; }
+  ffi::Error error() const { return ffi::Error::InvalidArgument(message_); }
+
+ private:
+  const char* operation_;
+  std::string message_;
+  bool failed_ = false;
+};
+
+std::string shape_text(const ffi::AnyBuffer& buffer);
+const char* dtype_name(ffi::DataType dtype);
+
+// The matrix that `layer` (i32 []) picks from the weight's parts: one buffer where dense, quants, scales and (q4_1) mins
+// where not, each with or without an axis of layers in front. On a complaint the view must not be used.
+WeightView checked_weight(Checker& check, std::string_view kind, const ffi::AnyBuffer& layer,
+                          const ffi::RemainingArgs& parts);
+
+}  // namespace jaxkv

@@ -1,0 +1,136 @@
+// The weight product of one instruction set.
+//
+// Few tokens: four rows are read side by side and unpacked in registers, so that memory sets the pace. Many: a panel of
+// four rows is unpacked once into the first-level cache and multiplied with all tokens of the block. Both add the same
+// products in the same order.
+#pragma once
+
+#include <type_traits>
+
+#include "tile.h"
+#include "weight_rows.h"
+
+namespace jaxkv {
+
+template <class S, class Rows, int M>
+static inline void direct(const Rows& rows, const float* x, int64_t x_stride, float* out, int64_t out_stride, bool add) {
+  using V = typename S::V;
+  constexpr int64_t kVectors = Rows::kStep / S::kWidth;
+  V sums[M][kRowGroup];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < kRowGroup; ++n) sums[m][n] = S::zero();
+  int64_t k = 0;
+  for (; k < rows.whole(); k += Rows::kStep) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kRowGroup; ++n) {
+      V values[kVectors];
+      rows.read(n, k, values);
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < kVectors; ++j)
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m)
+          sums[m][n] = S::fma(values[j], S::load(x + m * x_stride + k + j * S::kWidth), sums[m][n]);
+    }
+  }
+  if (rows.has_tail()) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kRowGroup; ++n) {
+      V values[kVectors];
+      rows.read_tail(n, k, values);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) sums[m][n] = S::fma(values[0], S::load(x + m * x_stride + k), sums[m][n]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    if (add) {
+      S::add_sums(out + m * out_stride, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+    } else {
+      S::store_sums(out + m * out_stride, sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+    }
+  }
+}
+
+// Outputs [first_output, last_output) of one panel by way of a buffer, kUnpackedGroups groups of rows at a time.
+template <class S, class Rows>
+static inline void by_buffer(const WeightView& weight, int64_t first_output, int64_t last_output, int64_t first,
+                             int64_t count, const float* x, int64_t tokens, int64_t x_stride, float* out, bool add) {
+  constexpr int64_t kUnpackedRows = kUnpackedGroups * kRowGroup;
+  alignas(64) float unpacked[kUnpackedRows][kMaxPanel];
+  const float* w[kUnpackedRows];
+  const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth;
+  for (int64_t output = first_output; output < last_output; output += kUnpackedRows) {
+    int64_t groups = 0;
+    for (int64_t row = output; row < last_output && groups < kUnpackedGroups; row += kRowGroup, ++groups) {
+      const Rows rows(weight, row, first, count);
+      for (int64_t n = 0; n < kRowGroup; ++n) {
+        float* buffer = unpacked[groups * kRowGroup + n];
+        if (Rows::kFloat && !rows.has_tail()) {
+          w[groups * kRowGroup + n] = rows.floats(n);
+        } else {
+          unpack_panel_row<S>(rows, n, buffer);
+          w[groups * kRowGroup + n] = buffer;
+        }
+      }
+    }
+    tiles<S>(x, tokens, x_stride, w, groups, padded, out + (output - first_output), kOutputBlock, add);
+  }
+}
+
+template <class S, class Rows, int M>
+static inline void direct_block(const WeightView& weight, int64_t first_output, int64_t last_output, int64_t first,
+                                int64_t count, const float* x, int64_t x_stride, float* out, bool add) {
+  for (int64_t output = first_output; output < last_output; output += kRowGroup) {
+    const Rows rows(weight, output, first, count);
+    direct<S, Rows, M>(rows, x, x_stride, out + (output - first_output), kOutputBlock, add);
+  }
+}
+
+template <class S, class Rows>
+static void product_block(const Product& p, int64_t first_token, int64_t tokens, int64_t first_output,
+                          int64_t last_output, float* results) {
+  const int64_t x_stride = p.panel + kStridePadding;
+  for (int64_t panel = 0; panel < p.panels; ++panel) {
+    const int64_t first = panel * p.panel, left = p.weight.in_features - first;
+    const int64_t count = left < p.panel ? left : p.panel;
+    const float* x = p.x + (panel * p.tokens + first_token) * x_stride;
+    const bool add = panel > 0;
+    const auto run = [&](auto rows_of_x) {
+      direct_block<S, Rows, decltype(rows_of_x)::value>(p.weight, first_output, last_output, first, count, x, x_stride,
+                                                        results, add);
+    };
+    if (tokens == 1) {
+      run(std::integral_constant<int, 1>());
+    } else if (tokens == 2) {
+      run(std::integral_constant<int, 2>());
+    } else if (S::kDirectTokens >= 3 && tokens == 3) {
+      run(std::integral_constant<int, S::kDirectTokens >= 3 ? 3 : 1>());
+    } else if (S::kDirectTokens >= 4 && tokens == 4) {
+      run(std::integral_constant<int, S::kDirectTokens >= 4 ? 4 : 1>());
+    } else {
+      by_buffer<S, Rows>(p.weight, first_output, last_output, first, count, x, tokens, x_stride, results, add);
+    }
+  }
+}
+
+template <class S>
+static void product(const Product& p, int64_t first_token, int64_t last_token, int64_t first_output,
+                    int64_t last_output) {
+  const int64_t tokens = last_token - first_token;
+  alignas(64) float results[kTokenBlock * kOutputBlock];
+  with_rows<S>(p.weight.kind, [&](auto* type) {
+    using Rows = std::remove_pointer_t<decltype(type)>;
+    for (int64_t output = first_output; output < last_output; output += kOutputBlock) {
+      const int64_t end = output + kOutputBlock < last_output ? output + kOutputBlock : last_output;
+      product_block<S, Rows>(p, first_token, tokens, output, end, results);
+      for (int64_t t = 0; t < tokens; ++t) {
+        narrow<S>(results + t * kOutputBlock, end - output, p.out_type, p.out,
+                  (first_token + t) * p.weight.out_features + output);
+      }
+    }
+  });
+}
+
+}  // namespace jaxkv

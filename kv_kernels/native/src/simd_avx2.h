@@ -1,0 +1,81 @@
+// Vectors of eight floats: AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace jaxkv {
+
+struct Avx2Simd {
+  using V = __m256;
+  static constexpr const char* kName = "avx2";
+  static constexpr int kWidth = 8;
+  static constexpr int kTileRows = 3;
+  static constexpr int kDirectTokens = 3;  // up to so many tokens weights are unpacked in registers
+  static constexpr int kValueRows = 2;
+
+  static V zero() { return _mm256_setzero_ps(); }
+  static V broadcast(float x) { return _mm256_set1_ps(x); }
+  static V load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+  static __m128i load_words(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+  static V load_f16(const uint16_t* p) { return _mm256_cvtph_ps(load_words(p)); }
+  static V load_bf16(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(p)), 16));
+  }
+  static void store_f16(uint16_t* p, V v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static V add(V a, V b) { return _mm256_add_ps(a, b); }
+  static V sub(V a, V b) { return _mm256_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static V div(V a, V b) { return _mm256_div_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static V max(V a, V b) { return _mm256_max_ps(a, b); }
+  static V zero_where_below(V x, V limit, V value) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(x, limit, _CMP_LT_OQ), value);
+  }
+  static V with_sign_of(V size, V x) { return _mm256_or_ps(size, _mm256_and_ps(x, broadcast(-0.0f))); }
+  static V round(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static V times_power_of_two(V a, V n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+  }
+  static __m128 halves(V v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
+  static float sum(V v) {
+    __m128 x = halves(v);
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+  }
+  static float highest(V v) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+  }
+  static __m128 sums(V a, V b, V c, V d) {
+    return _mm_hadd_ps(_mm_hadd_ps(halves(a), halves(b)), _mm_hadd_ps(halves(c), halves(d)));
+  }
+  static void store_sums(float* out, V a, V b, V c, V d) { _mm_storeu_ps(out, sums(a, b, c, d)); }
+  static void add_sums(float* out, V a, V b, V c, V d) {
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), sums(a, b, c, d)));
+  }
+  static void unpack_nibbles(const uint8_t* p, float d, float m, V* out) {
+    const V scale = broadcast(d), offset = broadcast(m);
+    const __m256i low = _mm256_set1_epi32(15);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
+      out[i] = fma(_mm256_cvtepi32_ps(_mm256_and_si256(bytes, low)), scale, offset);
+      out[i + 2] = fma(_mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4)), scale, offset);
+    }
+  }
+  static void unpack_bytes(const int8_t* p, float d, V* out) {
+    const V scale = broadcast(d);
+    for (int i = 0; i < 4; ++i) {
+      const __m256i bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
+      out[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(bytes), scale);
+    }
+  }
+};
+
+}  // namespace jaxkv

@@ -1,0 +1,75 @@
+// Vectors of sixteen floats: AVX-512 F, BW, DQ and VL.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace jaxkv {
+
+struct Avx512Simd {
+  using V = __m512;
+  static constexpr const char* kName = "avx512";
+  static constexpr int kWidth = 16;
+  static constexpr int kTileRows = 6;
+  static constexpr int kDirectTokens = 4;  // up to so many tokens weights are unpacked in registers
+  static constexpr int kValueRows = 4;
+
+  static V zero() { return _mm512_setzero_ps(); }
+  static V broadcast(float x) { return _mm512_set1_ps(x); }
+  static V load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  static __m256i load_words(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  static V load_f16(const uint16_t* p) { return _mm512_cvtph_ps(load_words(p)); }
+  static V load_bf16(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_words(p)), 16));
+  }
+  static void store_f16(uint16_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static V add(V a, V b) { return _mm512_add_ps(a, b); }
+  static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static V div(V a, V b) { return _mm512_div_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static V max(V a, V b) { return _mm512_max_ps(a, b); }
+  static V zero_where_below(V x, V limit, V value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
+  }
+  static V with_sign_of(V size, V x) { return _mm512_or_ps(size, _mm512_and_ps(x, broadcast(-0.0f))); }
+  static V round(V a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static V times_power_of_two(V a, V n) { return _mm512_scalef_ps(a, n); }
+  static float sum(V v) { return _mm512_reduce_add_ps(v); }
+  static float highest(V v) { return _mm512_reduce_max_ps(v); }
+  static __m128 sums(V a, V b, V c, V d) {
+    // Halves of a pair folded into one vector, twice, so that the last folds serve all four.
+    const V ab = add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const V cd = add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    const V quarters = add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    const V pairs = add(quarters, _mm512_permute_ps(quarters, 0x4e));
+    const V whole = add(pairs, _mm512_permute_ps(pairs, 0xb1));
+    return _mm512_castps512_ps128(
+        _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), whole));
+  }
+  static void store_sums(float* out, V a, V b, V c, V d) { _mm_storeu_ps(out, sums(a, b, c, d)); }
+  static void add_sums(float* out, V a, V b, V c, V d) {
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), sums(a, b, c, d)));
+  }
+  static void unpack_nibbles(const uint8_t* p, float d, float m, V* out) {
+    // A block has sixteen values: computed once, then looked up. A lookup reads the low four bits of an index only.
+    const V steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const V table = fma(steps, broadcast(d), broadcast(m));
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    out[0] = _mm512_permutexvar_ps(bytes, table);
+    out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
+  }
+  static void unpack_bytes(const int8_t* p, float d, V* out) {
+    const V scale = broadcast(d);
+    for (int i = 0; i < 2; ++i) {
+      const __m512i bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16 * i)));
+      out[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(bytes), scale);
+    }
+  }
+};
+
+}  // namespace jaxkv

@@ -1,0 +1,80 @@
+// Vectors of four floats through the compiler's own vector types: what any CPU has.
+#pragma once
+
+#include <cstdint>
+
+#include "half.h"
+
+namespace jaxkv {
+
+struct GenericSimd {
+  using V = float __attribute__((vector_size(16)));
+  using I = int32_t __attribute__((vector_size(16)));
+  static constexpr const char* kName = "generic";
+  static constexpr int kWidth = 4;
+  static constexpr int kTileRows = 2;      // tokens of a product's register tile
+  static constexpr int kDirectTokens = 2;  // up to so many tokens weights are unpacked in registers
+  static constexpr int kValueRows = 2;     // rows of the tile of weights times values
+
+  static V zero() { return V{0, 0, 0, 0}; }
+  static V broadcast(float x) { return V{x, x, x, x}; }
+  static V load(const float* p) {
+    V v;
+    __builtin_memcpy(&v, p, 16);
+    return v;
+  }
+  static void store(float* p, V v) { __builtin_memcpy(p, &v, 16); }
+  static V load_f16(const uint16_t* p) {
+    return V{f16_to_float(p[0]), f16_to_float(p[1]), f16_to_float(p[2]), f16_to_float(p[3])};
+  }
+  static V load_bf16(const uint16_t* p) {
+    return V{bf16_to_float(p[0]), bf16_to_float(p[1]), bf16_to_float(p[2]), bf16_to_float(p[3])};
+  }
+  static void store_f16(uint16_t* p, V v) {
+    for (int i = 0; i < 4; ++i) p[i] = float_to_f16(v[i]);
+  }
+  static V add(V a, V b) { return a + b; }
+  static V sub(V a, V b) { return a - b; }
+  static V mul(V a, V b) { return a * b; }
+  static V div(V a, V b) { return a / b; }
+  static V fma(V a, V b, V c) { return a * b + c; }
+  static V max(V a, V b) { return a > b ? a : b; }
+  static V zero_where_below(V x, V limit, V value) { return x < limit ? zero() : value; }
+  static V with_sign_of(V size, V x) { return x < zero() ? -size : size; }
+  static V round(V a) {  // to nearest even, for |a| below 2^22
+    const V magic = broadcast(12582912.0f);
+    return (a + magic) - magic;
+  }
+  static V times_power_of_two(V a, V n) {
+    const I exponent = (__builtin_convertvector(n, I) + 127) << 23;
+    V power;
+    __builtin_memcpy(&power, &exponent, 16);
+    return a * power;
+  }
+  static float sum(V v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+  static float highest(V v) {
+    const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+  }
+  static V sums(V a, V b, V c, V d) { return V{sum(a), sum(b), sum(c), sum(d)}; }
+  static void store_sums(float* out, V a, V b, V c, V d) { store(out, sums(a, b, c, d)); }
+  static void add_sums(float* out, V a, V b, V c, V d) { store(out, load(out) + sums(a, b, c, d)); }
+  // 32 nibbles of 16 bytes (low ones first) times d plus m.
+  static void unpack_nibbles(const uint8_t* p, float d, float m, V* out) {
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* b = p + 4 * i;
+      const I bytes{b[0], b[1], b[2], b[3]};
+      out[i] = __builtin_convertvector(bytes & 15, V) * broadcast(d) + broadcast(m);
+      out[i + 4] = __builtin_convertvector(bytes >> 4, V) * broadcast(d) + broadcast(m);
+    }
+  }
+  static void unpack_bytes(const int8_t* p, float d, V* out) {
+    for (int i = 0; i < 8; ++i) {
+      const int8_t* b = p + 4 * i;
+      const I bytes{b[0], b[1], b[2], b[3]};
+      out[i] = __builtin_convertvector(bytes, V) * broadcast(d);
+    }
+  }
+};
+
+}  // namespace jaxkv

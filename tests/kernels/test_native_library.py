@@ -1,0 +1,66 @@
+"""Finding the native library, choosing its instruction set, and what happens without it."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kv_kernels.native import NativeProvider, NativeUnavailableError, load_library
+from kv_kernels.provider import KernelNeeds
+from kv_kernels.selection import choose_provider
+
+NEEDS = KernelNeeds("cpu", "float32", num_heads=4, num_kv_heads=2, head_dim=8, tokens_per_page=16)
+
+
+@pytest.fixture
+def not_built(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+def test_without_the_library_the_reference_runs_and_one_line_says_why(not_built, caplog):
+    with caplog.at_level(logging.INFO):
+        assert choose_provider(NEEDS).provider.name == "reference"
+    (line,) = caplog.messages
+    assert "not native: the native kernels were not built" in line
+
+
+def test_a_broken_library_is_a_reason_and_not_a_crash(monkeypatch, tmp_path):
+    broken = tmp_path / "_kernels.so"
+    broken.write_bytes(b"not a library")
+    spec = importlib.util.spec_from_file_location("kv_kernels.native._kernels", broken)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    load_library.cache_clear()
+    try:
+        assert "cannot be loaded" in NativeProvider().unsupported(NEEDS)
+    finally:
+        load_library.cache_clear()
+
+
+def test_another_platform_and_another_dtype_are_named():
+    assert "not on cuda" in NativeProvider().unsupported(KernelNeeds("cuda", "float32", 4, 2, 8, 16))
+    assert "int8" in NativeProvider().unsupported(KernelNeeds("cpu", "int8", 4, 2, 8, 16))
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_known_ones():
+    with pytest.raises(NativeUnavailableError, match=r"no native kernels for 'sse9' on this CPU; use one of generic"):
+        load_library().set_level("sse9")
+
+
+@pytest.mark.parametrize(("wanted", "said"), [("generic", "generic"), ("sse9", "no native kernels for 'sse9'")])
+def test_the_environment_asks_for_an_instruction_set(wanted, said):
+    script = "\n".join(
+        [
+            "from kv_kernels.native import NativeUnavailableError, load_library",
+            "try: print(load_library().level)",
+            "except NativeUnavailableError as error: print(error)",
+        ]
+    )
+    environment = {**os.environ, "JAXKV_NATIVE_LEVEL": wanted}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert said in run.stdout
