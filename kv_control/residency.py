@@ -21,6 +21,8 @@ from kv_control.request_map import RequestHandle, RequestMap
 from kv_control.running import Int32Array, Int64Array, RunningRequests
 from kv_control.step_builder import StepBuilder
 
+_NO_PAGES: Int32Array = np.zeros(0, np.int32)
+
 
 class Share(NamedTuple):
     """What a request need not compute: whole `pages` int32 [n] in token order, and a `fork` of the page after them."""
@@ -106,7 +108,7 @@ class Residency:
         if parent is not None:
             return self._share_of_parent(request, parent.row, match)
         if match is None:
-            return Share(np.zeros(0, np.int32), None, NOWHERE, None)
+            return Share(_NO_PAGES, None, NOWHERE, None)
         missing = match.missing_key if may_wait and request.read_cache else None
         if missing is not None and self.trie.pending_owner(missing) is not None:
             return None
@@ -172,14 +174,17 @@ class Residency:
         pages = -(-(self.running.kv_len[rows] + new_tokens) // self.layout.tokens_per_page)
         return pages - self.request_map.page_count[rows]
 
-    def pages_gained(self, rows: Int64Array, share: Share) -> Int64Array:
-        """How many more pages could be dealt beside `share` once `rows` [n] left: [n], of the first row, of two, ..."""
+    def pages_gained(self, rows: Int64Array, beside: Int32Array = _NO_PAGES) -> Int64Array:
+        """How many more pages could be dealt once the first of `rows` [n] left, the first two, ...: [n].
+
+        Those that are still held `beside` them do not count.
+        """
         counts = self.request_map.page_count[rows]
         # From the last row back, so that a page is first met at the row with which its last holder leaves.
         pages = self.request_map.gather_pages(rows, counts)[::-1]
         named, first, holders = np.unique(pages, return_index=True, return_counts=True)
         others = self.allocator.reference_count[named] - self.allocator.cached[named] - holders
-        gained = (others == 0) & ~np.isin(named, share.held_pages)
+        gained = (others == 0) & ~np.isin(named, beside)
         leaver = np.repeat(np.arange(rows.size), counts)[::-1][first]
         return np.cumsum(np.bincount(leaver[gained], minlength=rows.size))
 
@@ -234,7 +239,8 @@ class Residency:
         return match
 
     def _share_of_parent(self, request: QueuedRequest, row: int, match: PrefixMatch | None) -> Share | None:
-        if self.running.kv_len[row] < request.prompt_len:
+        # A parent that has only just entered again has not got its own copy of a page yet.
+        if self.running.kv_len[row] < request.prompt_len or row in self._forks:
             return None
         # The prompt's last token is computed again: its logits are what the fork samples from.
         whole, rest = divmod(request.prompt_len - 1, self.layout.tokens_per_page)

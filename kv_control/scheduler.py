@@ -251,25 +251,26 @@ class Scheduler:
         return np.where(single, 1, np.clip(left - before, 0, chunks))
 
     def _fit_pages(self, granted: _Granted, preempted: list[int], may_preempt: bool) -> _Granted | None:
-        """Cut or preempt from the junior end until the pages suffice; None where it has to preempt and may not."""
+        """Cut or preempt from the junior end until the pages suffice; None where it has to preempt and may not, or
+        where not even that leaves anything to compute.
+        """
         rows, tokens = granted
-        while len(rows):
-            need = self.residency.pages_needed(rows, tokens)
-            spare = self.residency.obtainable_pages - int(need.sum())
-            if spare >= 0:
-                break
-            last = rows[-1]
-            for_last = spare + int(need[-1])
-            if for_last >= 0:
-                pages = int(self.residency.request_map.page_count[last]) + for_last
-                room = pages * self.layout.tokens_per_page - int(self.running.kv_len[last])
-                tokens[-1] = min(int(tokens[-1]), room)
-                break
-            if not may_preempt:
+        need = self.residency.pages_needed(rows, tokens)
+        if int(need.sum()) <= self.residency.obtainable_pages:
+            return granted
+        # What each row can have once those before it have what they need and those behind it are gone.
+        room = self.residency.obtainable_pages - (np.cumsum(need) - need)
+        room[:-1] += self.residency.pages_gained(rows[:0:-1])[::-1]
+        last = int(np.flatnonzero(room >= 0)[-1])
+        pages = int(self.residency.request_map.page_count[rows[last]] + room[last])
+        most = pages * self.layout.tokens_per_page - int(self.running.kv_len[rows[last]])
+        tokens[last] = min(int(tokens[last]), most)
+        fitted = _Granted(rows[: last + 1], tokens[: last + 1])
+        if last + 1 < len(rows):
+            if not may_preempt or not fitted.tokens.any():
                 return None
-            preempted.append(self._preempt(int(last)))
-            rows, tokens = rows[:-1], tokens[:-1]
-        return _Granted(rows, tokens)
+            preempted += [self._preempt(row) for row in rows[:last:-1].tolist()]
+        return fitted
 
     def _preempt(self, row: int) -> int:
         request = self.running.requeued(row)
@@ -294,7 +295,7 @@ class Scheduler:
         no_row = self.residency.request_map.free_rows == 0
         if missing <= 0 and not no_row:
             return True
-        gains = self.residency.pages_gained(juniors, share) + np.cumsum(self._outstanding(juniors))
+        gains = self.residency.pages_gained(juniors, share.held_pages) + np.cumsum(self._outstanding(juniors))
         if gains[-1] < missing:
             return True
         if not may_preempt:

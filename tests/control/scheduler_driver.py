@@ -17,7 +17,8 @@ from kv_control.scheduler import Scheduler, StepPlan
 
 PAGE = 4
 VOCABULARY = 97
-UNREADABLE = -1
+CLEARED = -1
+UNREADABLE = -2
 
 
 @dataclass
@@ -65,7 +66,7 @@ class SchedulerDriver:
         self.allocator = self.residency.allocator
         self.running = self.scheduler.running
         self.max_step_tokens = max_step_tokens
-        self.content = np.full((usable_pages + 1, PAGE), UNREADABLE, np.int64)
+        self.content = np.full((usable_pages + 1, PAGE), CLEARED, np.int64)
         self.expected: dict[int, Expected] = {}
         self.unfinished: set[int] = set()
         self.held: set[int] = set()
@@ -228,12 +229,13 @@ class SchedulerDriver:
         table = plan.table
         table.validate(len(self.content))
         self._note(plan)
-        self.content[plan.scrub_pages] = UNREADABLE
+        self.content[plan.scrub_pages] = CLEARED
         self.content[plan.copy_targets] = self.content[plan.copy_sources]
         due = [self.expected[request_id] for request_id in plan.request_ids.tolist()]
         starts = plan.table.kv_len - np.diff(table.query_start)
         written = [row.content[start:end] for row, start, end in zip(due, starts, table.kv_len, strict=True)]
         self.content.reshape(-1)[table.write_slots] = np.concatenate(written)
+        assert (self.content[table.page_ids] != UNREADABLE).all(), "a page was not cleared"
         sampled = np.full(table.rows, UNREADABLE, np.int32)
         for index, row in enumerate(due):
             pages = table.page_ids[table.page_indptr[index] : table.page_indptr[index + 1]]

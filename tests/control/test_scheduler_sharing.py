@@ -94,12 +94,16 @@ def test_equal_pages_that_were_computed_twice_are_merged():
     driver.assert_nothing_left()
 
 
-def test_a_request_that_may_not_read_the_cache_computes_every_token():
-    driver = SchedulerDriver(usable_pages=60)
+def test_a_request_that_may_not_read_the_cache_computes_every_token_and_waits_for_nobody():
+    driver = SchedulerDriver(usable_pages=60, max_step_tokens=40)
+    for read_cache in (True, False):
+        driver.submit(prompt_of(13, 2), 2, read_cache=read_cache)
+    driver.run()
+    assert driver.first_step == {0: 0, 1: 0}
     for read_cache in (True, False, True):
         request_id = driver.submit(prompt_of(13, 1), 2, read_cache=read_cache)
         driver.run()
-        assert driver.computed[request_id] == (1 + 1 if request_id == 2 else 13 + 1)
+        assert driver.computed[request_id] == (1 + 1 if request_id == 4 else 13 + 1)
     driver.assert_nothing_left()
 
 
@@ -238,6 +242,34 @@ def test_the_page_that_a_fork_copies_outlives_a_parent_that_writes_to_it_and_end
         driver.submit(prompt_of(3, 5), 6)
         driver.run()
         driver.assert_nothing_left()
+
+
+def test_a_preempted_fork_hits_what_it_has_published_itself():
+    driver = SchedulerDriver(usable_pages=60)
+    parent = driver.submit(prompt_of(6, 1), 30)
+    driver.step()
+    fork = driver.fork(parent, 30)
+    driver.step_until(lambda: len(driver.answers.get(fork, [])) == 12)
+    driver.preempt(fork)
+    driver.step()
+    assert driver.running.cached_tokens[driver.row_of(fork)] == 4 * PAGE
+    driver.run()
+    driver.assert_nothing_left()
+
+
+def test_a_fork_waits_for_a_parent_that_enters_again_with_a_page_to_copy():
+    for prompt_len in range(12, 16):
+        for generated in range(1, 7):
+            driver = SchedulerDriver(usable_pages=60)
+            driver.submit(prompt_of(prompt_len, 1), 12)
+            driver.run()
+            parent = driver.submit(prompt_of(prompt_len, 1), 12)
+            while len(driver.answers.get(parent, [])) < generated:
+                driver.step()
+            driver.preempt(parent)
+            driver.fork(parent, 12)
+            driver.run()
+            driver.assert_nothing_left()
 
 
 def test_a_write_to_a_shared_page_is_refused():

@@ -22,7 +22,14 @@ def make_engine(model: LoadedModel, *, pages: int | None = None, **settings) -> 
 
     The same settings give the same engine, so that what it compiled serves the next test.
     """
-    settings = {"max_requests": 4, "max_step_tokens": 64, "max_context": 128, "kv_pool_bytes": 1 << 20, **settings}
+    settings = {
+        "max_requests": 4,
+        "max_step_tokens": 64,
+        "max_context": 128,
+        "kv_pool_bytes": 1 << 20,
+        "provider": "reference",
+        **settings,
+    }
     if pages is not None:
         spec, tokens_per_page = model.spec, settings.get("tokens_per_page", 16)
         itemsize = 4 if spec.dtype == "float32" else 2

@@ -35,8 +35,9 @@ def test_a_prompt_computed_in_chunks_continues_as_a_whole_one(chunk, prompts, ex
         assert engine.generate([prompt], SAMPLED)[0].tokens == expected["sampled"][index]
 
 
-def test_neighbours_that_come_and_go_change_nothing(prompts, expected):
-    engine = make_engine(golden_model("llama"), max_requests=16, max_step_tokens=64, debug=True)
+@pytest.mark.parametrize("provider", ["reference", "native"])
+def test_neighbours_that_come_and_go_change_nothing(provider, prompts, expected):
+    engine = make_engine(golden_model("llama"), max_requests=16, max_step_tokens=64, debug=True, provider=provider)
     batcher = engine.batcher()
     rng = np.random.default_rng(0)
     tokens: dict[int, list[int]] = {}
