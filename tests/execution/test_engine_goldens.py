@@ -78,13 +78,19 @@ def test_prompt_log_probabilities_equal_transformers():
     np.testing.assert_allclose(got, expected["top5_logprobs"], atol=MODEL_NOISE)
 
 
-@pytest.mark.parametrize("max_step_tokens", [256, 24])
-def test_a_real_quantized_model_continues_as_in_transformers(smollm2_gguf, max_step_tokens):
+@pytest.mark.parametrize(("provider", "max_step_tokens"), [("reference", 256), ("native", 24)])
+def test_a_real_quantized_model_continues_as_in_transformers(smollm2_gguf, provider, max_step_tokens):
     expected = json.loads((GOLDEN / "real_smollm2" / "expected.json").read_text())
     cases = expected["prompts"]
     engine = PagedEngine(
         load_model(smollm2_gguf),
-        EngineConfig(kv_pool_bytes=64 << 20, max_requests=4, max_step_tokens=max_step_tokens, max_context=256),
+        EngineConfig(
+            kv_pool_bytes=64 << 20,
+            max_requests=4,
+            max_step_tokens=max_step_tokens,
+            max_context=256,
+            provider=provider,
+        ),
     )
     engine.init_paged_runtime()
     params = SamplingParams(max_tokens=32, ignore_eos=True, top_logprobs=5)
