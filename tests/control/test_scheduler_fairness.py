@@ -202,6 +202,20 @@ def test_nobody_is_pushed_out_for_pages_that_the_urgent_request_would_only_share
     driver.assert_nothing_left()
 
 
+def test_nobody_is_pushed_out_for_a_page_that_would_only_be_copied():
+    driver = SchedulerDriver(usable_pages=6)
+    driver.submit(prompt_of(4 * PAGE, 1), 1)
+    driver.run()
+    low = driver.submit(prompt_of(5, 2), 4, priority=-1)
+    driver.step()
+    urgent = driver.submit(prompt_of(4 * PAGE, 1), 1)
+    driver.step()
+    assert driver.is_running(urgent)
+    driver.run()
+    assert driver.preemptions == []
+    assert driver.admissions == [0, low, urgent]
+
+
 def test_lower_requests_that_share_their_pages_are_pushed_out_together():
     driver = SchedulerDriver(usable_pages=12)
     first = driver.submit(prompt_of(8 * PAGE + 1, 1), 8, priority=-1)
