@@ -1,7 +1,7 @@
 """The native provider: C++ kernels on a CPU, the default there.
 
 Weights stay in their storage and activations stay float32 (half-width ones are widened exactly), so results agree with
-the reference to rounding; and a token's result has the same bits whatever its batch, its chunk or the number of threads.
+the reference to rounding. A token's result has the same bits whatever its batch, its chunk or the number of threads.
 """
 
 from dataclasses import dataclass

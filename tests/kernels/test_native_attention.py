@@ -1,5 +1,7 @@
 """Native append and ragged paged attention against plain numpy, and a row's bits against its company."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,7 +138,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_co
         with running(level=level, threads=threads):
             np.testing.assert_array_equal(attend(together, window=window), whole)
             for row, cuts in enumerate(([0, 1, 2, 19, 70], [0, 1], [0, 37, 99, 100])):
-                for first, last in zip(cuts, cuts[1:], strict=False):
+                for first, last in itertools.pairwise(cuts):
                     got = attend(alone(together, row, slice(first, last)), window=window)
                     np.testing.assert_array_equal(got, whole[starts[row] + first : starts[row] + last])
 
@@ -148,7 +150,9 @@ def test_append_writes_its_slots_and_nothing_else(dtype, pool_dtype):
     new = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 3)), dtype)
     slots = jnp.asarray([9, -1, 24, 22], jnp.int32)  # the second and third are outside
     k, v = NATIVE.append_kv(new, -new, slots, pools)
-    expected = jnp.zeros((24, 2, 3), pool_dtype).at[jnp.asarray([9, 22])].set(new[jnp.asarray([0, 3])].astype(pool_dtype))
+    expected = (
+        jnp.zeros((24, 2, 3), pool_dtype).at[jnp.asarray([9, 22])].set(new[jnp.asarray([0, 3])].astype(pool_dtype))
+    )
     np.testing.assert_array_equal(k.reshape(24, 2, 3), expected)
     np.testing.assert_array_equal(v.reshape(24, 2, 3), -expected)
 

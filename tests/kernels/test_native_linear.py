@@ -41,9 +41,7 @@ def assert_close(got, expected, bound: float) -> None:
     layers=st.sampled_from([None, 1, 3]),
     seed=st.integers(0, 99),
 )
-def test_every_size_and_kind_equals_plain_multiplication(
-    kind, level, tokens, out_features, in_features, layers, seed
-):
+def test_every_size_and_kind_equals_plain_multiplication(kind, level, tokens, out_features, in_features, layers, seed):
     stack, layer = ((), None) if layers is None else ((layers,), layers - 1)
     weight = random_weight(seed, kind, *stack, out_features=out_features, in_features=in_features)
     x = activations(seed, tokens, weight.in_features)
