@@ -17,7 +17,8 @@ from dense_step import DenseModel
 from engine_case import golden_model, golden_prompts, make_engine
 
 from kv_execution import SamplingParams
-from kv_kernels.reference import ReferencePlan, ReferenceProvider
+from kv_kernels.native import NativeProvider
+from kv_kernels.native.provider import NativePlan
 from models import LoadedModel
 
 TOKENS_PER_PAGE = 16
@@ -86,9 +87,9 @@ def test_each_paged_token_is_an_argmax_of_a_cacheless_forward(case: str, dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_and_values_of_another_page_are_no_tie(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = ReferenceProvider.plan
+    plan = NativeProvider.plan
 
-    def with_a_repeated_page(self: ReferenceProvider, table, shape) -> ReferencePlan:
+    def with_a_repeated_page(self: NativeProvider, table, shape) -> NativePlan:
         right = plan(self, table, shape)
         page_ids = right.page_ids.copy()
         second = table.page_indptr[:-1] + 1
@@ -96,7 +97,7 @@ def test_keys_and_values_of_another_page_are_no_tie(dtype: str, monkeypatch: pyt
         page_ids[second] = page_ids[second - 1]
         return right._replace(page_ids=page_ids)
 
-    monkeypatch.setattr(ReferenceProvider, "plan", with_a_repeated_page)
+    monkeypatch.setattr(NativeProvider, "plan", with_a_repeated_page)
     judge = Judge("llama", dtype)
     for prompt, tokens in paged_continuations("llama", dtype):
         verdict = judge(prompt, tokens)
