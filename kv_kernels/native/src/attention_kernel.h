@@ -116,7 +116,8 @@ static int64_t attend_scratch(const Attention& a, int64_t tokens) {
   return AttentionScratch<S>(a, tokens, none).size;
 }
 
-// A block's keys and values to float32; positions from kv_len on become zeros, since a page's tail may hold a NaN.
+// A block's keys and values to float32, `count` of them and no more: what a page holds after the row's end may be a NaN.
+// Keys up to `padded` become zeros; no weight comes of them.
 template <class S>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
                               int64_t padded, const AttentionScratch<S>& s) {
@@ -128,7 +129,7 @@ static inline void load_block(const Attention& a, const QueryTile& tile, int64_t
     widen_padded<S>(a.pool_type, a.k, index, a.head_dim, s.keys + i * s.stride);
     widen_padded<S>(a.pool_type, a.v, index, a.head_dim, s.values + i * s.stride);
   }
-  for (int64_t i = count * s.stride; i < padded * s.stride; ++i) s.keys[i] = s.values[i] = 0;
+  for (int64_t i = count * s.stride; i < padded * s.stride; ++i) s.keys[i] = 0;
 }
 
 // Scores to weights for one row: keys outside [low, high) get 0. Returns nothing; updates best, total, shrink.
