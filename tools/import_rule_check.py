@@ -159,7 +159,8 @@ def _check_file(root: Path, path: Path) -> Iterator[Violation]:
             yield Violation(str(relative), line, f"imports {target}", reason)
 
 
-# Runs in the subprocess: refuses the blocked names and imports each module, reporting the deepest line of ours.
+# Runs in the subprocess: refuses the blocked names and imports each module, reporting the deepest line of ours. Only the
+# interpreter's own finders stay, since an editable install's would answer for our packages from another tree.
 _IMPORT_ALL = """
 import importlib, json, sys, traceback
 root, modules, blocked = json.loads(sys.argv[1])
@@ -167,7 +168,8 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in blocked:
             raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Refuse())
+own = [finder for finder in sys.meta_path if finder.__module__.startswith("_frozen_importlib")]
+sys.meta_path[:] = [Refuse(), *own]
 sys.path.insert(0, root)
 for module in modules:
     try:
