@@ -159,8 +159,8 @@ def _check_file(root: Path, path: Path) -> Iterator[Violation]:
             yield Violation(str(relative), line, f"imports {target}", reason)
 
 
-# Runs in the subprocess: refuses the blocked names and imports each module, reporting the deepest line of ours. Only the
-# interpreter's own finders stay, since an editable install's would answer for our packages from another tree.
+# Runs in the subprocess: refuses the blocked names and imports each module, reporting the deepest line of ours. Only
+# the interpreter's own finders stay, since an editable install's would answer for our packages from another tree.
 _IMPORT_ALL = """
 import importlib, json, sys, traceback
 root, modules, blocked = json.loads(sys.argv[1])
