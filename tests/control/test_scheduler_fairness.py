@@ -98,10 +98,12 @@ def test_a_huge_request_is_passed_a_bounded_number_of_times_by_an_endless_stream
 
 
 def test_a_request_that_does_not_fit_keeps_only_what_is_beyond_the_look_past_waiting():
-    driver = SchedulerDriver(usable_pages=16)
+    # A budget that would take both small requests in one step, so that only their place in the queue parts them.
+    driver = SchedulerDriver(usable_pages=16, max_step_tokens=32)
     driver.submit(prompt_of(30, 1), 4)
     driver.step()
-    for seed in range(LOOK_PAST - 1):
+    free_rows = driver.residency.request_map.free_rows
+    for seed in range(free_rows + LOOK_PAST - 1):
         driver.submit(prompt_of(50, 50 + seed), 4)
     in_reach, beyond = driver.submit(prompt_of(2, 2), 4), driver.submit(prompt_of(2, 3), 4)
     driver.step()
