@@ -116,7 +116,7 @@ def prefill_costs(model: LoadedModel, provider: str, tokens: int, passes: int) -
 def measure_limits(passes: int) -> None:
     """What the machine reads and multiplies in a second."""
     provider = NativeProvider()
-    product = jax.jit(lambda x, weight: provider.linear(x, weight, 0, None))
+    product = jax.jit(lambda x, weight: provider.product(x, weight, 0, None))
     big = DenseWeight(jnp.ones((1, 1 << 16, 1 << 10), jnp.float32))
     one = jnp.ones((1, 1 << 10))
     jax.block_until_ready(product(one, big))

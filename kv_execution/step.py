@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampling import Sampled, SamplerState, SamplingInputs, record_tokens, sample
-from kv_kernels.provider import KernelProvider, PoolPair
+from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
 
 
@@ -86,10 +86,7 @@ def build_step_programs(
         view = StepView(
             positions=inputs.positions,
             pools=state.pools,
-            slots=inputs.slots,
-            scrub_pages=inputs.scrub_pages,
-            copy_sources=inputs.copy_sources,
-            copy_targets=inputs.copy_targets,
+            placement=Placement(inputs.slots, inputs.scrub_pages, inputs.copy_sources, inputs.copy_targets),
             plan=inputs.plan,
             provider=provider,
             num_pages=layout.num_pages,

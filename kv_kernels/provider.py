@@ -6,8 +6,9 @@ provider turns the neutral page table of a step into arrays of its own (`plan`, 
 on the device. What it cannot do it says before the engine starts (`unsupported`), never by a wrong answer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -45,8 +46,68 @@ class PoolPair(NamedTuple):
     v: jax.Array
 
 
+class Affine(NamedTuple):
+    """A weight [*stack, out, in], and what is added to its products: bias [*stack, out] f32 or None."""
+
+    weight: Weight
+    bias: jax.Array | None = None
+
+
+class Norm(NamedTuple):
+    """RMSNorm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight, in float32. weight [*stack, in] f32."""
+
+    weight: jax.Array
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """cos, sin [tokens, pairs] f32: element i of a head turns with element i + pairs (Su et al., 2021); the rest of
+    the head stays.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+class Placement(NamedTuple):
+    """Where a step's K/V goes, int32, in pages and slots of layer 0.
+
+    slots [tokens]; scrub_pages [entries], to be cleared before the append, -1 for none; copy_sources and copy_targets
+    [rows], pages to copy after that and before the append, target -1 for none.
+    """
+
+    slots: jax.Array
+    scrub_pages: jax.Array
+    copy_sources: jax.Array
+    copy_targets: jax.Array
+
+
+class Scoring(NamedTuple):
+    """How queries weigh keys. `scale` has no default: a provider's own default on a query that is already scaled is a
+    wrong answer that no comparison between shardings can see. `window` counts the keys that a query sees.
+    """
+
+    scale: np.float32
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+class CacheAttended(NamedTuple):
+    """values [tokens, heads, head_dim] and the pools after the append."""
+
+    values: jax.Array
+    pools: PoolPair
+
+
 class KernelProvider(Protocol):
-    """The operations of a provider; instances are hashable, since a compiled step is specific to one."""
+    """The operations of a provider; instances are hashable, since a compiled step is specific to one.
+
+    `append_kv`, `paged_attention`, `product` and `embed` are what a kernel library has. `linear` and `attend` are what
+    a step calls: whole passes over them, which `ComposedKernels` writes in jax.numpy and a provider may fuse.
+    """
 
     @property
     def name(self) -> str:
@@ -64,24 +125,13 @@ class KernelProvider(Protocol):
         """
 
     def paged_attention(
-        self,
-        q: jax.Array,
-        pools: PoolPair,
-        plan: Any,
-        *,
-        first_page: jax.Array | int,
-        scale: np.float32,
-        window: int | None,
-        soft_cap: float | None,
+        self, q: jax.Array, pools: PoolPair, plan: Any, *, first_page: jax.Array | int, scoring: Scoring
     ) -> jax.Array:
         """Attend q [tokens, heads, head_dim] over the pages of the plan, ragged and bottom-right causal -> the same
-        shape.
-
-        `first_page` is the pool row of the layer's page 0. `scale` has no default: a provider's own default on a
-        query that is already scaled is a wrong answer that no comparison between shardings can see.
+        shape. `first_page` is the pool row of the layer's page 0.
         """
 
-    def linear(
+    def product(
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         """x [tokens, in] times weight [out, in] transposed -> [tokens, out], accumulated in float32; `layer` picks
@@ -90,3 +140,38 @@ class KernelProvider(Protocol):
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
+
+    def linear(
+        self,
+        x: jax.Array,
+        matrices: Sequence[Affine],
+        layer: LayerIndex | None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+        activation: Activation | None = None,
+        out_dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """norm(x) [tokens, in] times every matrix, bias added -> [tokens, out] for each.
+
+        With an activation there are two matrices and one result, activation(first) * second; `residual` [tokens, out]
+        is added to a single result.
+        """
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pools: PoolPair,
+        placement: Placement,
+        plan: Any,
+        *,
+        layer: LayerIndex,
+        num_pages: int,
+        scoring: Scoring,
+        rotation: Rotation | None = None,
+    ) -> CacheAttended:
+        """A layer's step in the cache: pages cleared and copied, k rotated, k and v [tokens, kv_heads, head_dim]
+        appended, q [tokens, heads, head_dim] rotated and attended.
+        """

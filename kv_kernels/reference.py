@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair
+from kv_kernels.composition import ComposedKernels
+from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 from kv_kernels.scatter import write_rows
 from kv_kernels.weights import LayerIndex, Weight, dequantize, take_layer, take_rows
 
@@ -50,7 +51,7 @@ def _padded(values: np.ndarray, size: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class ReferenceProvider:
+class ReferenceProvider(ComposedKernels):
     """Plain jax.numpy; float32, bfloat16 and float16 pools, any head_dim, group size, page size, window and soft
     cap.
     """
@@ -98,10 +99,9 @@ class ReferenceProvider:
         plan: ReferencePlan,
         *,
         first_page: jax.Array | int,
-        scale: np.float32,
-        window: int | None,
-        soft_cap: float | None,
+        scoring: Scoring,
     ) -> jax.Array:
+        scale, window, soft_cap = scoring
         tokens, heads, head_dim = q.shape
         tokens_per_page, kv_heads = pools.k.shape[1:3]
         group = heads // kv_heads
@@ -164,7 +164,7 @@ class ReferenceProvider:
 
         return lax.fori_loop(0, plan.num_tiles, attend_tile, jnp.zeros_like(q))[:tokens]
 
-    def linear(
+    def product(
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         # Without the barrier XLA's CPU backend may fuse the dequantization into a scalar loop over the product.

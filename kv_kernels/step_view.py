@@ -5,17 +5,23 @@ in here. The view is a value: `attend` returns a new one that holds the pools af
 carries it, so the pools have one owner at every point of the traced program and XLA updates them in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from kv_kernels.provider import KernelProvider, PoolPair
-from kv_kernels.scatter import write_rows
+from kv_kernels.provider import (
+    Activation,
+    Affine,
+    KernelProvider,
+    Norm,
+    Placement,
+    PoolPair,
+    Rotation,
+    Scoring,
+)
 from kv_kernels.weights import LayerIndex, Weight
 
 
@@ -40,10 +46,7 @@ class StepView:
 
     positions: jax.Array
     pools: PoolPair
-    slots: jax.Array  # [tokens] i32: where each token's K/V goes, in layer 0
-    scrub_pages: jax.Array  # [entries] i32: pages to clear before the append; -1 for none
-    copy_sources: jax.Array  # [rows] i32: pages to copy after that, before the append
-    copy_targets: jax.Array  # [rows] i32: where to; -1 for none
+    placement: Placement
     plan: Any
     provider: KernelProvider = field(metadata={"static": True})
     num_pages: int = field(metadata={"static": True})
@@ -55,33 +58,60 @@ class StepView:
         k: jax.Array,
         v: jax.Array,
         layer: LayerIndex,
-        *,
-        scale: np.float32,
-        window: int | None = None,
-        soft_cap: float | None = None,
+        scoring: Scoring,
+        rotation: Rotation | None = None,
     ) -> Attended:
-        """Append k, v [tokens, kv_heads, head_dim] of `layer`, then attend q [tokens, heads, head_dim] over
-        everything so far.
+        """Rotate q and k, append k, v [tokens, kv_heads, head_dim] of `layer`, then attend q [tokens, heads, head_dim]
+        over everything so far.
         """
-        first_page = layer * self.num_pages
-        pools = self._prepared(first_page)
-        pools = self.provider.append_kv(k, v, self.slots + first_page * pools.k.shape[1], pools)
-        values = self.provider.paged_attention(
-            q, pools, self.plan, first_page=first_page, scale=scale, window=window, soft_cap=soft_cap
+        values, pools = self.provider.attend(
+            *(q, k, v, self.pools, self.placement, self.plan),
+            layer=layer,
+            num_pages=self.num_pages,
+            scoring=scoring,
+            rotation=rotation,
         )
         return Attended(values, replace(self, pools=pools))
 
     def linear(
         self,
         x: jax.Array,
-        weight: Weight,
+        matrix: Affine,
         layer: LayerIndex | None = None,
+        *,
+        norm: Norm | None = None,
         out_dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
-        """x [tokens, in] times weight [out, in] transposed -> [tokens, out]; `layer` picks from a stack [layers, out,
-        in].
+        """norm(x) [tokens, in] times matrix [out, in] transposed, bias added -> [tokens, out]; `layer` picks from a
+        stack [layers, out, in].
         """
-        return self.provider.linear(x, weight, layer, out_dtype)
+        (result,) = self.provider.linear(x, (matrix,), layer, norm=norm, out_dtype=out_dtype)
+        return result
+
+    def linears(
+        self, x: jax.Array, matrices: Sequence[Affine], layer: LayerIndex, *, norm: Norm | None = None
+    ) -> tuple[jax.Array, ...]:
+        """`linear` with several matrices that share x."""
+        return self.provider.linear(x, matrices, layer, norm=norm)
+
+    def gated(
+        self,
+        x: jax.Array,
+        gate: Affine,
+        up: Affine,
+        layer: LayerIndex,
+        activation: Activation,
+        *,
+        norm: Norm | None = None,
+    ) -> jax.Array:
+        """activation(linear(x, gate)) * linear(x, up)."""
+        (result,) = self.provider.linear(x, (gate, up), layer, norm=norm, activation=activation)
+        return result
+
+    def add_linear(self, residual: jax.Array, x: jax.Array, matrix: Affine, layer: LayerIndex) -> jax.Array:
+        """residual [tokens, out] + linear(x, matrix): what closes an attention or MLP block."""
+        (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
+        return result
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
@@ -100,17 +130,3 @@ class StepView:
         else:
             carry = lax.fori_loop(0, num_layers, lambda layer, carry: tuple(body(layer, *carry)), carry)
         return Looped(*carry)
-
-    def _prepared(self, first_page: LayerIndex) -> PoolPair:
-        """The pools with this step's newly dealt pages cleared in one layer, and its shared pages copied.
-
-        Cleared, so that no request can meet another's K/V; copied, so that none writes into a page that another reads.
-        """
-        scrub = jnp.where(self.scrub_pages < 0, -1, self.scrub_pages + first_page)
-        targets = jnp.where(self.copy_targets < 0, -1, self.copy_targets + first_page)
-
-        def prepare(pool: jax.Array) -> jax.Array:
-            pool = write_rows(pool, scrub, 0)
-            return write_rows(pool, targets, pool[self.copy_sources + first_page])
-
-        return PoolPair(*(prepare(pool) for pool in self.pools))

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kv_kernels.provider import Affine, Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
 from kv_kernels.weights import DenseWeight, LayerIndex
 from models.config import DecoderConfig
-from models.rope import Rotation, inverse_frequencies, rotate, rotation
+from models.rope import inverse_frequencies, rotation
 
 
 class Carry(NamedTuple):
@@ -47,22 +48,26 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self.weight = nnx.Param(DenseWeight(_abstract((vocab_size, hidden_size))))
 
+    @property
+    def matrix(self) -> Affine:
+        """The embedding as the output product of a model that ties them."""
+        return Affine(self.weight.get_value())
+
     def __call__(self, token_ids: jax.Array, step: StepView) -> jax.Array:
         return step.embed(token_ids, self.weight.get_value())
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, in float32, returned in x.dtype. weight [*stack, features] f32."""
+    """weight [*stack, features] f32; computed by the product that follows it."""
 
     def __init__(self, features: int, eps: float, stack: tuple[int, ...] = ()) -> None:
         self.weight = nnx.Param(_abstract((*stack, features)))
         self.eps = eps
 
-    def __call__(self, x: jax.Array, layer: LayerIndex | None = None) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + np.float32(self.eps))
-        return (normed * _of_layer(self.weight.get_value(), layer)).astype(x.dtype)
+    @property
+    def norm(self) -> Norm:
+        """What a product takes."""
+        return Norm(self.weight.get_value(), self.eps)
 
 
 class Linear(nnx.Module):
@@ -72,12 +77,10 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))))
         self.bias = nnx.Param(_abstract((*stack, out_features))) if bias else None
 
-    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex | None = None) -> jax.Array:
-        weight = self.weight.get_value()
-        if self.bias is None:
-            return step.linear(x, weight, layer)
-        wide = step.linear(x, weight, layer, jnp.float32)
-        return (wide + _of_layer(self.bias.get_value(), layer)).astype(x.dtype)
+    @property
+    def matrix(self) -> Affine:
+        """What a product takes."""
+        return Affine(self.weight.get_value(), None if self.bias is None else self.bias.get_value())
 
 
 class Attention(nnx.Module):
@@ -92,19 +95,17 @@ class Attention(nnx.Module):
         self.v = Linear(config.hidden_size, kv_features, bias=bias, stack=stack)
         self.o = Linear(q_features, config.hidden_size, bias=bias, stack=stack)
         self.head_dim = config.head_dim
+        self.scoring = Scoring(np.float32(config.head_dim**-0.5))
 
-    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
-        heads = (x.shape[0], -1, self.head_dim)
-        q = rotate(self.q(x, step, layer).reshape(heads), by)
-        k = rotate(self.k(x, step, layer).reshape(heads), by)
-        v = self.v(x, step, layer).reshape(heads)
-        attended = step.attend(q, k, v, layer, scale=np.float32(self.head_dim**-0.5))
-        flat = attended.values.reshape(x.shape[0], -1)
-        return Carry(self.o(flat, attended.step, layer), attended.step)
+    def __call__(self, x: jax.Array, norm: Norm, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
+        matrices = (self.q.matrix, self.k.matrix, self.v.matrix)
+        q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in step.linears(x, matrices, layer, norm=norm))
+        values, step = step.attend(q, k, v, layer, self.scoring, by)
+        return Carry(step.add_linear(x, values.reshape(x.shape[0], -1), self.o.matrix, layer), step)
 
 
 class Mlp(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         stack, bias = (config.num_layers,), config.mlp_bias
@@ -112,8 +113,9 @@ class Mlp(nnx.Module):
         self.up = Linear(config.hidden_size, config.intermediate_size, bias=bias, stack=stack)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=bias, stack=stack)
 
-    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x, step, layer)) * self.up(x, step, layer), step, layer)
+    def __call__(self, x: jax.Array, norm: Norm, step: StepView, layer: LayerIndex) -> jax.Array:
+        wide = step.gated(x, self.gate.matrix, self.up.matrix, layer, "silu", norm=norm)
+        return step.add_linear(x, wide, self.down.matrix, layer)
 
 
 class DecoderLayers(nnx.Module):
@@ -127,9 +129,8 @@ class DecoderLayers(nnx.Module):
         self.mlp = Mlp(config)
 
     def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
-        attended, step = self.attention(self.attention_norm(x, layer), step, layer, by)
-        x = x + attended
-        return Carry(x + self.mlp(self.mlp_norm(x, layer), step, layer), step)
+        x, step = self.attention(x, self.attention_norm.norm, step, layer, by)
+        return Carry(self.mlp(x, self.mlp_norm.norm, step, layer), step)
 
 
 class Decoder(nnx.Module):
@@ -152,12 +153,7 @@ class Decoder(nnx.Module):
 
         x = self.embedding(token_ids, step).astype(self.dtype)
         x, step = step.loop(self.config.num_layers, body, x)
-        # Rows are gathered before the product with the vocabulary: one row per sequence, not per token.
-        x = self.norm(x[logit_rows])
-        weight = (self.embedding if self.output is None else self.output).weight.get_value()
-        # x stays in the compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
-        return Forward(step.linear(x, weight, out_dtype=jnp.float32), step)
-
-
-def _of_layer(stacked: jax.Array, layer: LayerIndex | None) -> jax.Array:
-    return stacked if layer is None else jax.lax.dynamic_index_in_dim(stacked, layer, axis=0, keepdims=False)
+        # Rows are gathered before the product with the vocabulary: one row per sequence, not per token. x stays in the
+        # compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
+        output = self.embedding if self.output is None else self.output
+        return Forward(step.linear(x[logit_rows], output.matrix, norm=self.norm.norm, out_dtype=jnp.float32), step)

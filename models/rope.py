@@ -7,20 +7,13 @@ step from the tokens' positions, once for all layers.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kv_kernels.provider import Rotation
 from models.config import RopeConfig
-
-
-class Rotation(NamedTuple):
-    """cos, sin [tokens, 1, head_dim/2] f32."""
-
-    cos: jax.Array
-    sin: jax.Array
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -37,15 +30,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def rotation(positions: jax.Array, frequencies: np.ndarray) -> Rotation:
     """The rotation of each token, from positions [tokens] int32 and frequencies [head_dim/2]."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
     return Rotation(jnp.cos(angles), jnp.sin(angles))
-
-
-def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """x [tokens, heads, head_dim] rotated in float32, returned in x.dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kv_kernels.composition import ComposedKernels, rotate
+from kv_kernels.provider import Scoring
 from kv_kernels.weights import Weight, dequantize, take_layer, take_rows
 from models import LoadedModel
 
@@ -26,21 +28,36 @@ class DenseStep:
         self.positions = positions
         self.unrolled = unrolled
 
-    def attend(self, q, k, v, layer, *, scale, window=None, soft_cap=None) -> DenseAttended:
-        assert isinstance(scale, np.float32)
-        assert window is None
-        assert soft_cap is None
+    def attend(self, q, k, v, layer, scoring: Scoring, rotation=None) -> DenseAttended:
+        assert isinstance(scoring.scale, np.float32)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         group = q.shape[1] // k.shape[1]
         k, v = (jnp.repeat(part, group, axis=1).astype(jnp.float32) for part in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), k, precision="highest") * scale
-        visible = self.positions[:, None] >= self.positions[None, :]
+        scores = jnp.einsum("qhd,khd->hqk", q.astype(jnp.float32), k, precision="highest") * scoring.scale
+        if scoring.soft_cap is not None:
+            scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
+        distance = self.positions[:, None] - self.positions[None, :]
+        visible = (distance >= 0) & (distance < (scoring.window or len(self.positions)))
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return DenseAttended(jnp.einsum("hqk,khd->qhd", weights, v, precision="highest").astype(q.dtype), self)
 
-    def linear(self, x: jax.Array, weight: Weight, layer=None, out_dtype=None) -> jax.Array:
+    def product(self, x: jax.Array, weight: Weight, layer, out_dtype) -> jax.Array:
         weight = weight if layer is None else take_layer(weight, layer)
         product = jnp.matmul(x.astype(jnp.float32), dequantize(weight, jnp.float32).T, precision="highest")
         return product.astype(out_dtype or x.dtype)
+
+    def linear(self, x, matrix, layer=None, *, norm=None, out_dtype=None) -> jax.Array:
+        return ComposedKernels.linear(self, x, (matrix,), layer, norm=norm, out_dtype=out_dtype)[0]
+
+    def linears(self, x, matrices, layer, *, norm=None) -> tuple[jax.Array, ...]:
+        return ComposedKernels.linear(self, x, matrices, layer, norm=norm)
+
+    def gated(self, x, gate, up, layer, activation, *, norm=None) -> jax.Array:
+        return ComposedKernels.linear(self, x, (gate, up), layer, norm=norm, activation=activation)[0]
+
+    def add_linear(self, residual, x, matrix, layer) -> jax.Array:
+        return ComposedKernels.linear(self, x, (matrix,), layer, residual=residual)[0]
 
     def embed(self, ids: jax.Array, weight: Weight) -> jax.Array:
         return dequantize(take_rows(weight, ids), jnp.float32)

@@ -4,6 +4,7 @@ Weights stay in their storage and activations stay float32 (half-width ones are 
 the reference to rounding; and a token's result has the same bits whatever its batch, chunk or number of threads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
+from kv_kernels.composition import ComposedKernels
 from kv_kernels.native.library import NativeUnavailableError, load_library
-from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair
+from kv_kernels.provider import (
+    Activation,
+    Affine,
+    CacheAttended,
+    KernelNeeds,
+    Norm,
+    Placement,
+    PlanShape,
+    PoolPair,
+    Rotation,
+    Scoring,
+)
 from kv_kernels.weights import DenseWeight, LayerIndex, Weight
 
 POOL_DTYPES = ("float32", "bfloat16", "float16")
@@ -69,39 +82,84 @@ class NativeProvider:
         return PoolPair(*call(k_new, v_new, slots, pools.k, pools.v))
 
     def paged_attention(
-        self,
-        q: jax.Array,
-        pools: PoolPair,
-        plan: NativePlan,
-        *,
-        first_page: jax.Array | int,
-        scale: np.float32,
-        window: int | None,
-        soft_cap: float | None,
+        self, q: jax.Array, pools: PoolPair, plan: NativePlan, *, first_page: jax.Array | int, scoring: Scoring
     ) -> jax.Array:
         call = _call("jaxkv_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-        out: jax.Array = call(
-            q,
-            pools.k,
-            pools.v,
-            jnp.asarray(first_page, jnp.int32),
-            *plan,
-            scale=np.float32(scale),
-            soft_cap=np.float32(soft_cap or 0),
-            window=window or 0,
-        )
+        out: jax.Array = call(q, pools.k, pools.v, _index(first_page), *plan, **_attributes(scoring))
+        return out
+
+    def product(
+        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
+    ) -> jax.Array:
+        (out,) = self.linear(x, (Affine(weight),), layer, out_dtype=out_dtype)
         return out
 
     def linear(
-        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
-    ) -> jax.Array:
-        result = jax.ShapeDtypeStruct((x.shape[0], weight.out_features), jnp.dtype(out_dtype or x.dtype))
-        out: jax.Array = _call("jaxkv_linear", result)(x, *_weight_operands(weight, layer), kind=_kind(weight))
-        return out
+        self,
+        x: jax.Array,
+        matrices: Sequence[Affine],
+        layer: LayerIndex | None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+        activation: Activation | None = None,
+        out_dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[jax.Array, ...]:
+        storages = {(_kind(matrix.weight), jax.tree.leaves(matrix.weight)[0].dtype) for matrix in matrices}
+        if len(storages) > 1:  # each way of storing weights reads x in a form of its own
+            return ComposedKernels.linear(
+                *(self, x, matrices, layer),
+                norm=norm,
+                residual=residual,
+                activation=activation,
+                out_dtype=out_dtype,
+            )
+        dtype = jnp.dtype(out_dtype or x.dtype)
+        sizes = [matrix.weight.out_features for matrix in (matrices[:1] if activation else matrices)]
+        operands: list[Any] = [] if norm is None else [norm.weight]
+        operands += [] if residual is None else [residual]
+        for matrix in matrices:
+            operands += [*jax.tree.leaves(matrix.weight), *([] if matrix.bias is None else [matrix.bias])]
+        call = _call("jaxkv_linear", [jax.ShapeDtypeStruct((x.shape[0], size), dtype) for size in sizes])
+        return tuple(
+            call(
+                x,
+                _index(0 if layer is None else layer),
+                *operands,
+                kinds=",".join(_kind(each.weight) + ("" if each.bias is None else "+bias") for each in matrices),
+                norm_eps=np.float32(-1 if norm is None else norm.eps),
+                has_residual=residual is not None,
+                activation=activation or "",
+            )
+        )
+
+    def attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pools: PoolPair,
+        placement: Placement,
+        plan: NativePlan,
+        *,
+        layer: LayerIndex,
+        num_pages: int,
+        scoring: Scoring,
+        rotation: Rotation | None = None,
+    ) -> CacheAttended:
+        by = rotation or Rotation(*(jnp.zeros((q.shape[0], 0)),) * 2)
+        operands = (q, k, v, *by, _index(layer), *placement, *plan)
+        results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, *pools)]
+        aliases = {len(operands): 1, len(operands) + 1: 2}
+        call = _call("jaxkv_attend", results, input_output_aliases=aliases)
+        values, *after = call(*operands, *pools, num_pages=num_pages, **_attributes(scoring))
+        return CacheAttended(values, PoolPair(*after))
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
         result = jax.ShapeDtypeStruct((token_ids.shape[0], weight.in_features), jnp.float32)
-        out: jax.Array = _call("jaxkv_embed", result)(token_ids, *_weight_operands(weight, 0), kind=_kind(weight))
+        out: jax.Array = _call("jaxkv_embed", result)(
+            token_ids, _index(0), *jax.tree.leaves(weight), kind=_kind(weight)
+        )
         return out
 
 
@@ -110,9 +168,17 @@ def _call(target: str, results: Any, **settings: Any) -> Any:
     return jax.ffi.ffi_call(target, results, **settings)
 
 
-def _weight_operands(weight: Weight, layer: LayerIndex | None) -> list[Any]:
-    """The layer's index [] i32, then the whole stack: the kernel picks the layer, so none is sliced out."""
-    return [jnp.asarray(0 if layer is None else layer, jnp.int32), *jax.tree.leaves(weight)]
+def _index(value: LayerIndex) -> jax.Array:
+    return jnp.asarray(value, jnp.int32)
+
+
+def _attributes(scoring: Scoring) -> dict[str, Any]:
+    # Numpy's float32: a Python float would become an attribute of 64 bits.
+    return {
+        "scale": np.float32(scoring.scale),
+        "soft_cap": np.float32(scoring.soft_cap or 0),
+        "window": scoring.window or 0,
+    }
 
 
 def _kind(weight: Weight) -> str:

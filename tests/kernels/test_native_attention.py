@@ -12,7 +12,7 @@ from native_case import AVAILABLE_LEVELS, running
 from paged_case import PagedCase, dense_answer, make_case, plan_shape
 
 from kv_kernels.native import NativeProvider
-from kv_kernels.provider import PoolPair
+from kv_kernels.provider import PoolPair, Scoring
 from kv_kernels.reference import ReferenceProvider
 
 NATIVE = NativeProvider()
@@ -29,9 +29,7 @@ def attend(
         case.pools,
         jax.tree.map(jnp.asarray, provider.plan(case.table, shape)),
         first_page=case.layer * case.num_pages,
-        scale=np.float32(scale),
-        window=window,
-        soft_cap=soft_cap,
+        scoring=Scoring(np.float32(scale), window, soft_cap),
     )
     padding = np.asarray(out[len(case.q) :].astype(jnp.float32))
     assert not padding.any()
@@ -166,7 +164,7 @@ def test_append_and_attention_update_the_donated_pools_in_place():
             pools, out = carry
             pools = NATIVE.append_kv(q[:, :2], q[:, :2], slots + index * case.num_pages * 16, pools)
             out += NATIVE.paged_attention(
-                q, pools, plan, first_page=index * case.num_pages, scale=np.float32(1), window=None, soft_cap=None
+                q, pools, plan, first_page=index * case.num_pages, scoring=Scoring(np.float32(1))
             )
             return pools, out
 
@@ -197,7 +195,7 @@ def test_a_plan_that_does_not_fit_is_an_error_with_the_numbers(changes, message)
     plan = NATIVE.plan(case.table, plan_shape(case, spare_entries=0))._replace(**changes)
     with jax.enable_x64(True), pytest.raises(jax.errors.JaxRuntimeError, match=message):
         NATIVE.paged_attention(
-            jnp.asarray(case.q), case.pools, plan, first_page=0, scale=np.float32(1), window=None, soft_cap=None
+            jnp.asarray(case.q), case.pools, plan, first_page=0, scoring=Scoring(np.float32(1))
         ).block_until_ready()
 
 

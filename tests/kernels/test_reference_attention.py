@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import PagedCase, dense_answer, make_case, plan_shape
 
-from kv_kernels.provider import KernelNeeds, PoolPair
+from kv_kernels.provider import KernelNeeds, PoolPair, Scoring
 from kv_kernels.reference import ReferenceProvider
 
 PROVIDER = ReferenceProvider()
@@ -22,9 +22,7 @@ def attend(case: PagedCase, shape, *, scale, window=None, soft_cap=None, dtype="
         case.pools,
         jax.tree.map(jnp.asarray, PROVIDER.plan(case.table, shape)),
         first_page=case.layer * case.num_pages,
-        scale=np.float32(scale),
-        window=window,
-        soft_cap=soft_cap,
+        scoring=Scoring(np.float32(scale), window, soft_cap),
     )
     return np.asarray(out.astype(jnp.float32))[: len(case.q)]
 
@@ -96,10 +94,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch():
 
 
 def test_a_scale_is_never_defaulted():
-    case = make_case(0, kv_len=[4], query_len=[1])
-    plan = PROVIDER.plan(case.table, plan_shape(case))
     with pytest.raises(TypeError, match="scale"):
-        PROVIDER.paged_attention(case.q, case.pools, plan, first_page=0, window=None, soft_cap=None)
+        Scoring()
 
 
 def test_append_writes_its_slots_and_nothing_else():
@@ -125,7 +121,7 @@ def test_append_and_attention_update_the_donated_pools_in_place():
 
     def step(pools, q, slots):
         pools = PROVIDER.append_kv(q[:, :2], q[:, :2], slots, pools)
-        out = PROVIDER.paged_attention(q, pools, plan, first_page=0, scale=np.float32(1), window=None, soft_cap=None)
+        out = PROVIDER.paged_attention(q, pools, plan, first_page=0, scoring=Scoring(np.float32(1)))
         return pools, out
 
     # Made on the device: an array over numpy's memory cannot be donated.

@@ -59,13 +59,13 @@ def test_half_precision_stays_near_float32_and_gives_float32_logits(
 def test_the_vocabulary_product_takes_half_precision_and_gives_float32(
     golden: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    products, linear = [], DenseStep.linear
+    products, product = [], DenseStep.product
 
-    def recorded(self, x, weight, layer=None, out_dtype=None):
+    def recorded(self, x, weight, layer, out_dtype):
         products.append((weight.out_features, x.dtype, out_dtype))
-        return linear(self, x, weight, layer, out_dtype)
+        return product(self, x, weight, layer, out_dtype)
 
-    monkeypatch.setattr(DenseStep, "linear", recorded)
+    monkeypatch.setattr(DenseStep, "product", recorded)
     half = load_model(golden / case, dtype="bfloat16")
     jax.eval_shape(half.forward, half.params, jnp.arange(8), DenseStep(jnp.arange(8)), jnp.array([7]))
     assert {x for _, x, _ in products} == {jnp.dtype("bfloat16")}  # a wider x would widen the matrix it meets
@@ -76,7 +76,7 @@ def test_a_product_and_its_bias_are_rounded_once() -> None:
     module = Linear(2, 1, bias=True)
     module.weight = nnx.Param(DenseWeight(jnp.array([[1, 2**-9]], jnp.bfloat16)))
     module.bias = nnx.Param(jnp.array([2**-9 + 2**-12], jnp.float32))
-    y = module(jnp.ones((1, 2), jnp.bfloat16), DenseStep(jnp.arange(1)))
+    y = DenseStep(jnp.arange(1)).linear(jnp.ones((1, 2), jnp.bfloat16), module.matrix)
     assert y.dtype == jnp.bfloat16
     assert float(y[0, 0]) == 1 + 2**-7  # rounding the product first would lose its 2**-9, and then the bias
 

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from kv_kernels.composition import rotate
 from models.config import RopeConfig
-from models.rope import inverse_frequencies, rotate, rotation
+from models.rope import inverse_frequencies, rotation
 
 
 def test_default_frequencies_fall_from_one_by_powers_of_theta() -> None:

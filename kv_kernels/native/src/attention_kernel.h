@@ -6,45 +6,15 @@
 // other rows of its tile.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "convert.h"
+#include "elementwise.h"
 #include "tile.h"
 
 namespace jaxkv {
 
 static constexpr float kMinusInfinity = -__builtin_inff();
-
-// e^x for x <= 0 (and a little above), to about 1 ulp; exactly 0 below -87.
-template <class S>
-static inline typename S::V exp_nonpositive(typename S::V x) {
-  using V = typename S::V;
-  const V floor = S::broadcast(-87.0f);
-  const V clamped = S::max(floor, x);  // in this order a NaN stays one
-  const V n = S::round(S::mul(clamped, S::broadcast(1.44269504f)));
-  V r = S::fma(n, S::broadcast(-0.693359375f), clamped);
-  r = S::fma(n, S::broadcast(2.12194440e-4f), r);
-  V y = S::broadcast(1.9875691500e-4f);
-  y = S::fma(y, r, S::broadcast(1.3981999507e-3f));
-  y = S::fma(y, r, S::broadcast(8.3334519073e-3f));
-  y = S::fma(y, r, S::broadcast(4.1665795894e-2f));
-  y = S::fma(y, r, S::broadcast(1.6666665459e-1f));
-  y = S::fma(y, r, S::broadcast(5.0000001201e-1f));
-  y = S::add(S::fma(S::mul(r, r), y, r), S::broadcast(1.0f));
-  return S::zero_where_below(x, floor, S::times_power_of_two(y, n));
-}
-
-// cap * tanh(x / cap), through e^(-2|x/cap|) so that nothing overflows.
-template <class S>
-static inline typename S::V capped(typename S::V x, float cap) {
-  using V = typename S::V;
-  const V one = S::broadcast(1.0f), scaled = S::div(x, S::broadcast(cap));
-  const V size = S::max(scaled, S::sub(S::zero(), scaled));
-  const V e = exp_nonpositive<S>(S::mul(size, S::broadcast(-2.0f)));
-  const V tanh_size = S::div(S::sub(one, e), S::add(one, e));
-  return S::mul(S::broadcast(cap), S::with_sign_of(tanh_size, x));
-}
 
 // acc[rows][dim] = acc * shrink + weights[rows][keys] times values[keys][dim], for R rows and C vectors of dim.
 template <class S, int R, int C>
@@ -168,6 +138,7 @@ static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, f
     const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
     float* query = s.query + row * s.stride;
     widen_padded<S>(a.q_type, a.q, (token * a.heads + head) * a.head_dim, a.head_dim, query);
+    if (a.cos != nullptr) rotate<S>(a.cos + token * a.rotated, a.sin + token * a.rotated, a.rotated, query);
     for (int64_t d = 0; d < s.stride; d += S::kWidth) {
       S::store(query + d, S::mul(S::load(query + d), S::broadcast(a.scale)));
       S::store(s.acc + row * s.stride + d, S::zero());

@@ -12,7 +12,9 @@ namespace {
 ffi::Error embed(ffi::AnyBuffer ids, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
                  ffi::Result<ffi::AnyBuffer> out, std::string_view kind) {
   Checker check("embed");
-  const WeightView weight = checked_weight(check, kind, layer, parts);
+  PartReader reader(check, layer, parts);
+  const WeightView weight = reader.weight(kind);
+  reader.require_all_read();
   if (check.failed()) return check.error();
   if (!check.shape("ids", ids, {kAny}) || !check.dtype("ids", ids, ffi::DataType::S32) ||
       !check.shape("result", *out, {ids.dimensions()[0], weight.in_features}) ||

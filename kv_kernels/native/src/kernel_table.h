@@ -4,13 +4,15 @@
 #include <type_traits>
 
 #include "attention_kernel.h"
+#include "elementwise.h"
 #include "product.h"
 
 namespace jaxkv {
 
 template <class S>
 constexpr Kernels kernel_table() {
-  return Kernels{S::kName, product<S>, attend<S>, attend_scratch<S>, unpack_row<S>, widen<S>, narrow_all<S>};
+  return Kernels{S::kName,  packed_size<S>,    pack<S>,       product<S>, normalize<S>, rotate<S>, gate<S>,
+                 attend<S>, attend_scratch<S>, unpack_row<S>, widen<S>,   narrow_all<S>};
 }
 
 }  // namespace jaxkv

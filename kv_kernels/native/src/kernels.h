@@ -30,17 +30,8 @@ struct WeightView {
   const uint16_t* mins;    // f16 [out, in/32]; q4_1 only
 };
 
-// x times weight transposed. x is float32, cut in panels along `in`: [panels][tokens][panel + kStridePadding], zeros
-// where a panel is longer than what is left.
-struct Product {
-  WeightView weight;
-  const float* x;
-  int64_t tokens;
-  int64_t panel;   // a multiple of kQuantBlock
-  int64_t panels;
-  void* out;       // [tokens, out_features]
-  Element out_type;
-};
+// What a gated product does to the first of its two results.
+enum class Activation { kNone, kSilu, kGeluTanh };
 
 // Paged attention of one call; q and out are [tokens, heads, head_dim], pools [pages, tokens_per_page, kv_heads, head_dim].
 struct Attention {
@@ -58,6 +49,9 @@ struct Attention {
   float scale;
   float soft_cap;  // 0 for none
   int64_t window;  // 0 for none
+  const float* cos;  // [tokens, rotated], or null where q is rotated already
+  const float* sin;
+  int64_t rotated;  // pairs (i, i + rotated) of a head that turn
 };
 
 // Query tokens that follow each other in one row, and the row's pages.
@@ -71,8 +65,20 @@ struct QueryTile {
 
 struct Kernels {
   const char* name;
-  // Outputs [first_output, last_output) of tokens [first_token, last_token), at most kTokenBlock tokens.
-  void (*product)(const Product&, int64_t first_token, int64_t last_token, int64_t first_output, int64_t last_output);
+  // Floats that `pack` fills for a block of at most kTokenBlock tokens that a product with `weight` will read.
+  int64_t (*packed_size)(const WeightView& weight, int64_t tokens);
+  // x [tokens][x_stride] into the form that `product` reads; the same for all weights of one kind and in_features.
+  void (*pack)(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed);
+  // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. What
+  // lies between `outputs` and the next multiple of kRowGroup may be overwritten.
+  void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                  float* results);
+  // x / sqrt(mean(x^2) + eps) * weight.
+  void (*normalize)(const float* x, const float* weight, int64_t count, float eps, float* out);
+  // Pairs (i, i + count) of x turned by the angles whose cosines and sines are given.
+  void (*rotate)(const float* cos, const float* sin, int64_t count, float* x);
+  // gate = activation(gate) * up; both have room for `count` rounded up to 16.
+  void (*gate)(Activation activation, const float* up, int64_t count, float* gate);
   void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
   // Floats of scratch, aligned to 64 bytes, that `attend` needs for a tile of so many tokens.
   int64_t (*attend_scratch)(const Attention&, int64_t tokens);

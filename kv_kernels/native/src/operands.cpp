@@ -73,13 +73,13 @@ bool Checker::index(const char* name, int64_t value, int64_t limit) {
 
 namespace {
 
-struct Matrix {
+struct MatrixPart {
   int64_t layers, rows, columns;
   const char* data;
 };
 
 // A buffer [layers, rows, columns] or [rows, columns].
-Matrix matrix(Checker& check, const char* name, const ffi::AnyBuffer& buffer) {
+MatrixPart matrix_part(Checker& check, const char* name, const ffi::AnyBuffer& buffer) {
   const auto sizes = buffer.dimensions();
   if (!check.require(sizes.size() == 2 || sizes.size() == 3,
                      std::string(name) + " has shape " + shape_text(buffer) + ", wanted [out, in] or [layers, out, in]")) {
@@ -91,65 +91,93 @@ Matrix matrix(Checker& check, const char* name, const ffi::AnyBuffer& buffer) {
 
 }  // namespace
 
-WeightView checked_weight(Checker& check, std::string_view kind, const ffi::AnyBuffer& layer,
-                          const ffi::RemainingArgs& parts) {
+PartReader::PartReader(Checker& check, const ffi::AnyBuffer& layer, const ffi::RemainingArgs& parts)
+    : check_(check), layer_(layer), parts_(parts) {
+  if (check.shape("layer", layer, {}) && check.dtype("layer", layer, ffi::DataType::S32))
+    picked_ = *static_cast<const int32_t*>(layer.untyped_data());
+}
+
+ffi::AnyBuffer PartReader::array(const char* name) {
+  const auto part = next_ < parts_.size() ? parts_.get<ffi::AnyBuffer>(next_) : ffi::Unexpected(ffi::Error::Internal(""));
+  check_.require(part.has_value(), std::string(name) + " is missing, or is not an array: " +
+                                       std::to_string(parts_.size()) + " parts are given");
+  ++next_;
+  return part.has_value() ? *part : layer_;
+}
+
+const float* PartReader::vector(const char* name, int64_t size) {
+  const ffi::AnyBuffer part = array(name);
+  if (check_.failed()) return nullptr;
+  const auto sizes = part.dimensions();
+  if (!check_.require(sizes.size() == 1 || sizes.size() == 2,
+                      std::string(name) + " has shape " + shape_text(part) + ", wanted [size] or [layers, size]") ||
+      !check_.require(sizes[sizes.size() - 1] == size, std::string(name) + " has shape " + shape_text(part) +
+                                                           ", wanted " + std::to_string(size) + " numbers a layer") ||
+      !check_.dtype(name, part, ffi::DataType::F32)) {
+    return nullptr;
+  }
+  const auto* data = static_cast<const float*>(part.untyped_data());
+  if (sizes.size() == 1) return data;
+  return check_.index("layer", picked_, sizes[0]) ? data + picked_ * size : nullptr;
+}
+
+void PartReader::require_all_read() {
+  check_.require(next_ == parts_.size(), std::to_string(parts_.size()) + " parts are given, " + std::to_string(next_) +
+                                             " are called for");
+}
+
+WeightView PartReader::weight(std::string_view kind) {
   WeightView view{};
   const bool dense = kind == "dense", has_mins = kind == "q4_1";
-  if (!check.require(dense || has_mins || kind == "q4_0" || kind == "q8_0",
-                     "weight kind " + std::string(kind) + " is not dense, q8_0, q4_0 or q4_1")) {
-    return view;
-  }
-  const size_t wanted_parts = dense ? 1 : has_mins ? 3 : 2;
-  if (!check.require(parts.size() == wanted_parts, "a weight of kind " + std::string(kind) + " has " +
-                                                       std::to_string(wanted_parts) + " parts, got " +
-                                                       std::to_string(parts.size()))) {
+  if (check_.failed() || !check_.require(dense || has_mins || kind == "q4_0" || kind == "q8_0",
+                                         "weight kind " + std::string(kind) + " is not dense, q8_0, q4_0 or q4_1")) {
     return view;
   }
   constexpr std::array<const char*, 3> names{"weight", "scales", "mins"};
-  std::array<Matrix, 3> found{};
+  std::array<MatrixPart, 3> found{};
+  const size_t wanted_parts = dense ? 1 : has_mins ? 3 : 2;
   for (size_t i = 0; i < wanted_parts; ++i) {
-    const auto part = parts.get<ffi::AnyBuffer>(i);
-    if (!check.require(part.has_value(), std::string(names[i]) + " is not an array")) return view;
-    found[i] = matrix(check, names[i], *part);
-    if (check.failed()) return view;
+    const ffi::AnyBuffer part = array(names[i]);
+    if (check_.failed()) return view;
+    found[i] = matrix_part(check_, names[i], part);
+    if (check_.failed()) return view;
     if (dense) {
       Element element;
-      if (!check.floating(names[i], *part, &element)) return view;
+      if (!check_.floating(names[i], part, &element)) return view;
       view.kind = element == Element::kF32   ? WeightKind::kF32
                   : element == Element::kF16 ? WeightKind::kF16
                                              : WeightKind::kBF16;
-    } else if (!check.dtype(names[i], *part, i > 0 ? ffi::DataType::F16 : kind == "q8_0" ? ffi::DataType::S8
+    } else if (!check_.dtype(names[i], part, i > 0 ? ffi::DataType::F16 : kind == "q8_0" ? ffi::DataType::S8
                                                                                          : ffi::DataType::U8)) {
       return view;
     }
   }
-  if (!check.shape("layer", layer, {}) || !check.dtype("layer", layer, ffi::DataType::S32)) return view;
-  const int64_t picked = *static_cast<const int32_t*>(layer.untyped_data());
-  const Matrix& values = found[0];
-  if (!check.index("layer", picked, values.layers)) return view;
+  const MatrixPart& values = found[0];
+  if (!check_.index("layer", picked_, values.layers)) return view;
   view.out_features = values.rows;
   if (dense) {
     view.in_features = values.columns;
-    view.values = values.data + picked * values.rows * values.columns * (view.kind == WeightKind::kF32 ? 4 : 2);
+    view.values = values.data + picked_ * values.rows * values.columns * (view.kind == WeightKind::kF32 ? 4 : 2);
     return view;
   }
   view.kind = kind == "q8_0" ? WeightKind::kQ8_0 : has_mins ? WeightKind::kQ4_1 : WeightKind::kQ4_0;
   view.in_features = kind == "q8_0" ? values.columns : 2 * values.columns;
   for (size_t i = 1; i < wanted_parts; ++i) {
-    const Matrix& part = found[i];
-    if (!check.require(part.layers == values.layers && part.rows == values.rows &&
-                           part.columns * kQuantBlock == view.in_features,
-                       std::string(names[i]) + " has " + std::to_string(part.layers) + " x " +
-                           std::to_string(part.rows) + " x " + std::to_string(part.columns) + " numbers for quants of " +
-                           std::to_string(values.layers) + " x " + std::to_string(values.rows) + " x " +
-                           std::to_string(view.in_features) + ", wanted one per 32")) {
+    const MatrixPart& part = found[i];
+    if (!check_.require(part.layers == values.layers && part.rows == values.rows &&
+                            part.columns * kQuantBlock == view.in_features,
+                        std::string(names[i]) + " has " + std::to_string(part.layers) + " x " +
+                            std::to_string(part.rows) + " x " + std::to_string(part.columns) +
+                            " numbers for quants of " + std::to_string(values.layers) + " x " +
+                            std::to_string(values.rows) + " x " + std::to_string(view.in_features) +
+                            ", wanted one per 32")) {
       return view;
     }
   }
   const int64_t blocks = values.rows * view.in_features / kQuantBlock;
-  view.values = values.data + picked * values.rows * values.columns;
-  view.scales = reinterpret_cast<const uint16_t*>(found[1].data) + picked * blocks;
-  if (has_mins) view.mins = reinterpret_cast<const uint16_t*>(found[2].data) + picked * blocks;
+  view.values = values.data + picked_ * values.rows * values.columns;
+  view.scales = reinterpret_cast<const uint16_t*>(found[1].data) + picked_ * blocks;
+  if (has_mins) view.mins = reinterpret_cast<const uint16_t*>(found[2].data) + picked_ * blocks;
   return view;
 }
 

@@ -40,9 +40,25 @@ class Checker {
 std::string shape_text(const ffi::AnyBuffer& buffer);
 const char* dtype_name(ffi::DataType dtype);
 
-// The matrix that `layer` (i32 []) picks from the weight's parts: one buffer where dense, quants, scales and (q4_1) mins
-// where not, each with or without an axis of layers in front. On a complaint the view must not be used.
-WeightView checked_weight(Checker& check, std::string_view kind, const ffi::AnyBuffer& layer,
-                          const ffi::RemainingArgs& parts);
+// The arrays that follow a call's fixed operands, taken one after the other; `layer` (i32 []) picks from those that have
+// an axis of layers in front. After a complaint nothing that it gave may be used.
+class PartReader {
+ public:
+  PartReader(Checker& check, const ffi::AnyBuffer& layer, const ffi::RemainingArgs& parts);
+
+  ffi::AnyBuffer array(const char* name);
+  // f32 [size] or [layers, size].
+  const float* vector(const char* name, int64_t size);
+  // A matrix [out, in]: one array where dense; quants, scales and (q4_1) mins where not.
+  WeightView weight(std::string_view kind);
+  void require_all_read();
+
+ private:
+  Checker& check_;
+  const ffi::AnyBuffer& layer_;
+  const ffi::RemainingArgs& parts_;
+  int64_t picked_ = 0;
+  size_t next_ = 0;
+};
 
 }  // namespace jaxkv

@@ -88,17 +88,36 @@ static inline void direct_block(const WeightView& weight, int64_t first_output, 
   }
 }
 
+// x is packed in panels along `in`: [panels][tokens][panel + kStridePadding], zeros where a panel is longer than what is
+// left.
+template <class S>
+static int64_t packed_size(const WeightView& weight, int64_t tokens) {
+  return panel_count(weight.in_features) * tokens * (panel_length(weight.in_features) + kStridePadding);
+}
+
+template <class S>
+static void pack(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed) {
+  const int64_t in = weight.in_features, panel = panel_length(in), stride = panel + kStridePadding;
+  for (int64_t first = 0; first < in; first += panel) {
+    const int64_t count = in - first < panel ? in - first : panel;
+    for (int64_t token = 0; token < tokens; ++token, packed += stride) {
+      const float* from = x + token * x_stride + first;
+      for (int64_t i = 0; i < count; ++i) packed[i] = from[i];
+      for (int64_t i = count; i < panel; ++i) packed[i] = 0;
+    }
+  }
+}
+
 template <class S, class Rows>
-static void product_block(const Product& p, int64_t first_token, int64_t tokens, int64_t first_output,
-                          int64_t last_output, float* results) {
-  const int64_t x_stride = p.panel + kStridePadding;
-  for (int64_t panel = 0; panel < p.panels; ++panel) {
-    const int64_t first = panel * p.panel, left = p.weight.in_features - first;
-    const int64_t count = left < p.panel ? left : p.panel;
-    const float* x = p.x + (panel * p.tokens + first_token) * x_stride;
-    const bool add = panel > 0;
+static void product_of(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output,
+                       int64_t last_output, float* results) {
+  const int64_t in = weight.in_features, panel = panel_length(in), x_stride = panel + kStridePadding;
+  for (int64_t first = 0; first < in; first += panel) {
+    const int64_t count = in - first < panel ? in - first : panel;
+    const float* x = packed + first / panel * tokens * x_stride;
+    const bool add = first > 0;
     const auto run = [&](auto rows_of_x) {
-      direct_block<S, Rows, decltype(rows_of_x)::value>(p.weight, first_output, last_output, first, count, x, x_stride,
+      direct_block<S, Rows, decltype(rows_of_x)::value>(weight, first_output, last_output, first, count, x, x_stride,
                                                         results, add);
     };
     if (tokens == 1) {
@@ -110,26 +129,17 @@ static void product_block(const Product& p, int64_t first_token, int64_t tokens,
     } else if (S::kDirectTokens >= 4 && tokens == 4) {
       run(std::integral_constant<int, S::kDirectTokens >= 4 ? 4 : 1>());
     } else {
-      by_buffer<S, Rows>(p.weight, first_output, last_output, first, count, x, tokens, x_stride, results, add);
+      by_buffer<S, Rows>(weight, first_output, last_output, first, count, x, tokens, x_stride, results, add);
     }
   }
 }
 
 template <class S>
-static void product(const Product& p, int64_t first_token, int64_t last_token, int64_t first_output,
-                    int64_t last_output) {
-  const int64_t tokens = last_token - first_token;
-  alignas(64) float results[kTokenBlock * kOutputBlock];
-  with_rows<S>(p.weight.kind, [&](auto* type) {
-    using Rows = std::remove_pointer_t<decltype(type)>;
-    for (int64_t output = first_output; output < last_output; output += kOutputBlock) {
-      const int64_t end = output + kOutputBlock < last_output ? output + kOutputBlock : last_output;
-      product_block<S, Rows>(p, first_token, tokens, output, end, results);
-      for (int64_t t = 0; t < tokens; ++t) {
-        narrow<S>(results + t * kOutputBlock, end - output, p.out_type, p.out,
-                  (first_token + t) * p.weight.out_features + output);
-      }
-    }
+static void product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output,
+                    int64_t outputs, float* results) {
+  with_rows<S>(weight.kind, [&](auto* type) {
+    product_of<S, std::remove_pointer_t<decltype(type)>>(weight, packed, tokens, first_output, first_output + outputs,
+                                                         results);
   });
 }
 

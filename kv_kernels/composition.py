@@ -1,0 +1,127 @@
+"""The passes of a step in jax.numpy over a provider's basic operations: the definition of `linear` and `attend`.
+
+A provider that fuses a pass agrees with what stands here; one that does not inherits it, and XLA fuses what it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kv_kernels.provider import (
+    Activation,
+    Affine,
+    CacheAttended,
+    KernelProvider,
+    Norm,
+    Placement,
+    PoolPair,
+    Rotation,
+    Scoring,
+)
+from kv_kernels.scatter import write_rows
+from kv_kernels.weights import LayerIndex
+
+
+class ComposedKernels:
+    """`linear` and `attend` for a provider that has the basic operations."""
+
+    def linear(
+        self: KernelProvider,
+        x: jax.Array,
+        matrices: Sequence[Affine],
+        layer: LayerIndex | None,
+        *,
+        norm: Norm | None = None,
+        residual: jax.Array | None = None,
+        activation: Activation | None = None,
+        out_dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """See KernelProvider."""
+        dtype = jnp.dtype(out_dtype or x.dtype)
+        if norm is not None:
+            x = normalize(x, norm, layer)
+        results = tuple(_biased(self, x, matrix, layer, dtype) for matrix in matrices)
+        if activation is not None:
+            gate, up = results
+            results = (activate(gate, activation) * up,)
+        if residual is not None:
+            (result,) = results
+            results = (residual + result,)
+        return results
+
+    def attend(
+        self: KernelProvider,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        pools: PoolPair,
+        placement: Placement,
+        plan: Any,
+        *,
+        layer: LayerIndex,
+        num_pages: int,
+        scoring: Scoring,
+        rotation: Rotation | None = None,
+    ) -> CacheAttended:
+        """See KernelProvider."""
+        first_page = layer * num_pages
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        pools = prepare_pages(pools, placement, first_page)
+        pools = self.append_kv(k, v, placement.slots + first_page * pools.k.shape[1], pools)
+        return CacheAttended(self.paged_attention(q, pools, plan, first_page=first_page, scoring=scoring), pools)
+
+
+def _biased(
+    provider: KernelProvider, x: jax.Array, matrix: Affine, layer: LayerIndex | None, dtype: jnp.dtype
+) -> jax.Array:
+    if matrix.bias is None:
+        return provider.product(x, matrix.weight, layer, dtype)
+    return (provider.product(x, matrix.weight, layer, jnp.float32) + of_layer(matrix.bias, layer)).astype(dtype)
+
+
+def normalize(x: jax.Array, norm: Norm, layer: LayerIndex | None = None) -> jax.Array:
+    """RMSNorm over the last axis of x [..., features], in float32, returned in x.dtype."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + np.float32(norm.eps))
+    return (normed * of_layer(norm.weight, layer)).astype(x.dtype)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """silu, or gelu in its tanh form."""
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+    """x [tokens, heads, head_dim] rotated in float32, returned in x.dtype."""
+    pairs = by.cos.shape[-1]
+    cos, sin = by.cos[:, None], by.sin[:, None]
+    first, second, rest = jnp.split(x.astype(jnp.float32), (pairs, 2 * pairs), axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def prepare_pages(pools: PoolPair, placement: Placement, first_page: LayerIndex) -> PoolPair:
+    """The pools with this step's newly dealt pages cleared in one layer, and its shared pages copied.
+
+    Cleared, so that no request can meet another's K/V; copied, so that none writes into a page that another reads.
+    """
+    scrub = jnp.where(placement.scrub_pages < 0, -1, placement.scrub_pages + first_page)
+    targets = jnp.where(placement.copy_targets < 0, -1, placement.copy_targets + first_page)
+
+    def prepare(pool: jax.Array) -> jax.Array:
+        pool = write_rows(pool, scrub, 0)
+        return write_rows(pool, targets, pool[placement.copy_sources + first_page])
+
+    return PoolPair(*(prepare(pool) for pool in pools))
+
+
+def of_layer(stacked: jax.Array, layer: LayerIndex | None) -> jax.Array:
+    """Entry `layer` of the first axis; all where it is None."""
+    return stacked if layer is None else jax.lax.dynamic_index_in_dim(stacked, layer, axis=0, keepdims=False)

@@ -1,0 +1,209 @@
+"""The native fused passes against their definition, `ComposedKernels`, and a token's bits against its company."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, random_weight, running
+from paged_case import make_case, plan_shape
+from test_native_linear import activations, assert_close, call_linear
+
+from kv_kernels.composition import ComposedKernels
+from kv_kernels.native import NativeProvider
+from kv_kernels.provider import Affine, Norm, Placement, PoolPair, Rotation, Scoring
+from kv_kernels.reference import ReferenceProvider
+
+NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
+KINDS = (*DENSE_KINDS, *QUANT_KINDS)
+
+
+def affine(seed: int, kind: str, out_features: int, in_features: int, bias: bool, layers: int = 2) -> Affine:
+    weight = random_weight(seed, kind, layers, out_features=out_features, in_features=in_features)
+    return Affine(weight, activations(seed + 1, layers, out_features) if bias else None)
+
+
+def norm_of(seed: int, features: int, layers: int = 2) -> Norm:
+    return Norm(1 + activations(seed, layers, features) / 4, 1e-5)
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    level=st.sampled_from(AVAILABLE_LEVELS),
+    tokens=st.integers(0, 40),
+    sizes=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    in_features=st.one_of(st.integers(1, 200), st.integers(700, 1700)),
+    biased=st.booleans(),
+    normed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_products_that_share_their_activations(kind, level, tokens, sizes, in_features, biased, normed, seed):
+    matrices = [affine(seed + 2 * i, kind, size, in_features, biased) for i, size in enumerate(sizes)]
+    in_features = matrices[0].weight.in_features
+    x = activations(seed, tokens, in_features)
+    norm = norm_of(seed, in_features) if normed else None
+    with running(level=level):
+        got = NATIVE.linear(x, matrices, 1, norm=norm)
+    expected = REFERENCE.linear(x, matrices, 1, norm=norm)
+    assert len(got) == len(sizes)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert_close(mine, np.asarray(theirs, np.float64), 1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gated_product(kind, level, activation):
+    gate, up = affine(1, kind, 75, 320, bias=True), affine(2, kind, 75, 320, bias=False)
+    x, norm = activations(3, 37, 320) * 3, norm_of(4, 320)
+    with running(level=level):
+        (got,) = NATIVE.linear(x, (gate, up), 1, norm=norm, activation=activation)
+    (expected,) = REFERENCE.linear(x, (gate, up), 1, norm=norm, activation=activation)
+    assert_close(got, np.asarray(expected, np.float64), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+def test_a_residual_is_added_before_the_only_rounding(level, dtype):
+    matrix, x = affine(5, "q4_1", 75, 320, bias=True), activations(6, 9, 320, dtype)
+    residual = activations(7, 9, 75, dtype)
+    with running(level=level):
+        (got,) = NATIVE.linear(x, (matrix,), 1, residual=residual)
+        (product,) = NATIVE.linear(x, (matrix,), 1, out_dtype=jnp.float32)
+    assert got.dtype == residual.dtype
+    np.testing.assert_array_equal(got, (product + residual.astype(jnp.float32)).astype(dtype))
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", ["float32", "q4_1"])
+def test_a_token_has_the_same_bits_in_any_batch_and_at_any_thread_count(kind, level):
+    gate, up = affine(1, kind, 75, 1600, bias=False), affine(2, kind, 75, 1600, bias=False)
+    x, norm, residual = activations(3, 200, 1600), norm_of(4, 1600), activations(5, 200, 75)
+
+    def passes(first: int, last: int) -> list[jax.Array]:
+        part = x[first:last]
+        return [
+            *NATIVE.linear(part, (gate, up), 1, norm=norm),
+            *NATIVE.linear(part, (gate, up), 1, norm=norm, activation="silu"),
+            *NATIVE.linear(part, (up,), 1, residual=residual[first:last]),
+        ]
+
+    with running(level=level, threads=1):
+        whole = [np.asarray(each) for each in passes(0, 200)]
+    for threads in (1, 2):
+        with running(level=level, threads=threads):
+            for first, last in ((0, 1), (5, 7), (8, 41), (3, 100), (0, 200), (199, 200)):
+                for mine, theirs in zip(passes(first, last), whole, strict=True):
+                    np.testing.assert_array_equal(mine, theirs[first:last])
+
+
+def test_weights_of_different_kinds_may_share_their_activations():
+    matrices = (affine(1, "q4_1", 40, 320, bias=False), affine(2, "q8_0", 24, 320, bias=True))
+    x, norm = activations(3, 5, 320), norm_of(4, 320)
+    got = NATIVE.linear(x, matrices, 1, norm=norm)
+    for mine, theirs in zip(got, REFERENCE.linear(x, matrices, 1, norm=norm), strict=True):
+        assert_close(mine, np.asarray(theirs, np.float64), 1e-5)
+
+
+def test_bad_operands_of_a_pass_are_errors_with_the_numbers():
+    x, layer = activations(0, 3, 64), jnp.zeros((), jnp.int32)
+    weight, other = activations(1, 8, 64), activations(2, 9, 64)
+    result = jax.ShapeDtypeStruct((3, 8), jnp.float32)
+    two = {"kinds": "dense,dense"}
+    for operands, results, attributes, message in (
+        ([jnp.ones(63), weight], [result], {"norm_eps": np.float32(0)}, r"norm has shape \[63\], wanted 64 numbers"),
+        ([weight, jnp.ones(7)], [result], {"kinds": "dense+bias"}, r"bias has shape \[7\], wanted 8 numbers"),
+        ([jnp.ones((2, 8)), weight], [result], {"has_residual": True}, r"residual has shape \[2, 8\], wanted \[3, 8\]"),
+        ([weight, other], [result, result], two, r"result has shape \[3, 8\], wanted \[3, 9\]"),
+        ([weight, other], [result], two | {"activation": "silu"}, "a gated product takes two weights of one size"),
+        ([weight, weight], [result], two | {"activation": "tanh"}, "activation tanh is not silu or gelu_tanh"),
+        ([weight, weight], [result], two, "1 results for 2"),
+        ([weight, weight], [result], {}, "2 parts are given, 1 are called for"),
+        ([], [result], {}, "weight is missing"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call_linear(x, layer, *operands, results=results, **attributes)
+
+
+def attend_case(seed: int, dtype: str, head_dim: int, pairs: int, group: int):
+    """A step of three rows with a page to clear and a page to copy, in the second of two layers."""
+    case = make_case(
+        seed, kv_len=[20, 40, 9], query_len=[1, 33, 9], heads=2 * group, kv_heads=2, head_dim=head_dim, dtype=dtype
+    )
+    tokens = case.table.tokens
+    rng = np.random.default_rng(seed)
+    k, v = (jnp.asarray(rng.standard_normal((tokens, 2, head_dim)), dtype) for _ in range(2))
+    angles = rng.uniform(0, 6, (tokens, pairs)).astype(np.float32)
+    spare = [page for page in range(1, case.num_pages) if page not in set(case.table.page_ids.tolist())]
+    row_two = int(case.table.page_ids[case.table.page_indptr[2]])
+    placement = Placement(
+        jnp.asarray(case.table.write_slots),
+        jnp.asarray([row_two, -1], jnp.int32),
+        jnp.asarray([int(case.table.page_ids[0]), 0], jnp.int32),
+        jnp.asarray([spare[0] if spare else -1, -1], jnp.int32),
+    )
+    return case, k, v, Rotation(jnp.cos(angles), jnp.sin(angles)), placement
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "pairs", "group", "bound"),
+    [
+        ("float32", 64, 32, 3, 3e-5),
+        ("float32", 40, 10, 2, 3e-5),
+        ("float32", 24, 0, 1, 3e-5),
+        ("bfloat16", 64, 32, 3, 6e-2),
+    ],
+)
+def test_the_cache_pass_equals_its_definition(level, dtype, head_dim, pairs, group, bound):
+    case, k, v, by, placement = attend_case(1, dtype, head_dim, pairs, group)
+    settings_of = {
+        "layer": case.layer,
+        "num_pages": case.num_pages,
+        "scoring": Scoring(np.float32(0.3)),
+        "rotation": by,
+    }
+    q = jnp.asarray(case.q, dtype)
+
+    def run(kernels, provider):
+        pools = PoolPair(*(jnp.copy(pool) for pool in case.pools))
+        plan = jax.tree.map(jnp.asarray, provider.plan(case.table, plan_shape(case)))
+        return kernels.attend(provider, q, k, v, pools, placement, plan, **settings_of)
+
+    with running(level=level):
+        got = run(NativeProvider, NATIVE)
+    expected = run(ComposedKernels, REFERENCE)
+    for mine, theirs in (
+        (got.values, expected.values),
+        (got.pools.k, expected.pools.k),
+        (got.pools.v, expected.pools.v),
+    ):
+        np.testing.assert_allclose(mine.astype(jnp.float32), theirs.astype(jnp.float32), atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p._replace(scrub_pages=jnp.asarray([999], jnp.int32)), "page to clear 999 is outside 0 to"),
+        (lambda p: p._replace(copy_targets=jnp.asarray([999, -1], jnp.int32)), "page to copy to 999 is outside 0 to"),
+        (lambda p: p._replace(copy_sources=jnp.zeros(3, jnp.int32)), r"copy_sources has shape \[3\], wanted \[2\]"),
+        (lambda p: p._replace(slots=p.slots[1:]), r"slots has shape \[42\], wanted \[43\]"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_an_error_with_the_numbers(change, message):
+    case, k, v, by, placement = attend_case(1, "float32", 40, 10, 2)
+    if case.num_pages < 9:
+        pytest.fail("the case has no spare page")
+    plan = NATIVE.plan(case.table, plan_shape(case))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(
+            NATIVE.attend(
+                *(jnp.asarray(case.q), k, v, case.pools, change(placement), plan),
+                layer=0,
+                num_pages=case.num_pages,
+                scoring=Scoring(np.float32(1)),
+                rotation=by,
+            )
+        )
