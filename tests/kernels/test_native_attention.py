@@ -141,6 +141,21 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_co
                     np.testing.assert_array_equal(got, whole[starts[row] + first : starts[row] + last])
 
 
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+def test_a_long_context_is_shared_out_among_threads_and_keeps_its_bits(level, window):
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 40}
+    whole_row = make_case(5, kv_len=[1200], query_len=[1200], **sizes)
+    with running(level=level, threads=1):
+        whole = attend(whole_row, window=window)
+    np.testing.assert_allclose(whole, dense_answer(whole_row, scale=0.3, window=window), atol=3e-5)
+    for threads in (1, 2):
+        with running(level=level, threads=threads):
+            for first, last in ((511, 512), (512, 513), (1000, 1004), (1000, 1005), (1199, 1200)):
+                case = alone(whole_row, 0, slice(first, last))
+                np.testing.assert_array_equal(attend(case, window=window), whole[first:last])
+
+
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_append_writes_its_slots_and_nothing_else(dtype, pool_dtype):

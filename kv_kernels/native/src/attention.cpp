@@ -11,6 +11,7 @@ namespace jaxkv {
 namespace {
 
 constexpr int64_t kTileQueries = 48;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
+constexpr int64_t kSplitTokens = 4;   // tiles of so few tokens give every split of their keys to a task of its own
 
 // The tiles of every row, checked against the pools and the page list. Rows without a query have none.
 std::vector<QueryTile> query_tiles(Checker& check, const Attention& a, const ffi::AnyBuffer& query_start,
@@ -64,6 +65,59 @@ struct Plan {
   ffi::AnyBuffer query_start, kv_len, page_start, page_ids;
 };
 
+// A tile's share of the work: one K/V head, all of its keys or one split of them.
+struct Task {
+  const QueryTile* tile;
+  int64_t kv_head;
+  int64_t split;    // -1 for all keys
+  int64_t partial;  // where its sums go, in floats
+};
+
+// Partials that make up the result of one tile and head.
+struct Merge {
+  const QueryTile* tile;
+  int64_t kv_head;
+  int64_t splits;
+  int64_t partial;
+};
+
+void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<QueryTile>& tiles) {
+  const Kernels& level = kernels();
+  std::vector<Task> tasks;
+  std::vector<Merge> merges;
+  tasks.reserve(tiles.size() * static_cast<size_t>(a.kv_heads));
+  int64_t floats = 0;
+  for (const QueryTile& tile : tiles) {
+    const int64_t first = tile.oldest_key(a.window) / kSplitKeys;
+    const int64_t last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
+    for (int64_t head = 0; head < a.kv_heads; ++head) {
+      if (last - first < 2 || tile.tokens > kSplitTokens) {
+        tasks.push_back({&tile, head, -1, 0});
+        continue;
+      }
+      merges.push_back({&tile, head, last - first, floats});
+      for (int64_t split = first; split < last; ++split) {
+        tasks.push_back({&tile, head, split, floats});
+        floats += level.partial_size(a, tile.tokens);
+      }
+    }
+  }
+  float* partials = thread_scratch(Slot::kInput, floats);
+  parallel_for(pool, static_cast<int64_t>(tasks.size()), [&](int64_t index) {
+    const Task& task = tasks[static_cast<size_t>(index)];
+    float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, task.tile->tokens));
+    if (task.split < 0) {
+      level.attend(a, *task.tile, task.kv_head, scratch);
+    } else {
+      level.attend_split(a, *task.tile, task.kv_head, task.split, partials + task.partial, scratch);
+    }
+  });
+  for (const Merge& merge : merges) {
+    float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, merge.tile->tokens));
+    level.merge_splits(a, *merge.tile, merge.kv_head, partials + merge.partial, merge.splits, scratch);
+  }
+}
+
 // Attends all rows of the plan; `a` has everything but what the buffers say.
 ffi::Error attend_rows(Checker& check, ffi::ThreadPool& pool, Attention a, const ffi::AnyBuffer& q,
                        const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, const Plan& plan, const ffi::AnyBuffer& out) {
@@ -108,12 +162,7 @@ ffi::Error attend_rows(Checker& check, ffi::ThreadPool& pool, Attention a, const
     return check.error();
   }
   clear_tokens_without_row(a, starts, rows, tokens);
-  const Kernels& level = kernels();
-  parallel_for(pool, static_cast<int64_t>(tiles.size()) * a.kv_heads, [&](int64_t task) {
-    const QueryTile& tile = tiles[static_cast<size_t>(task / a.kv_heads)];
-    float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, tile.tokens));
-    level.attend(a, tile, task % a.kv_heads, scratch);
-  });
+  attend_tiles(pool, a, tiles);
   return ffi::Error::Success();
 }
 

@@ -3,7 +3,8 @@
 // Keys are taken in blocks of kKeyBlock counted from position 0, each widened to float32 once and used by every query
 // row of the tile (group heads times tokens). Scores are dot products over head_dim in one order, a block's weights are
 // summed in one order, and a key that a row may not see has weight exactly 0: so a row's bits do not depend on the
-// other rows of its tile.
+// other rows of its tile. Sums over kSplitKeys keys, counted from position 0 as well, are taken apart and merged in
+// order, always: so it does not matter whether one thread did all of them.
 #pragma once
 
 #include <cstdint>
@@ -53,11 +54,48 @@ static inline void add_values_of_rows(float* acc, int64_t stride, const float* s
   for (; d < stride; d += S::kWidth) add_values<S, R, 1>(acc + d, stride, shrink, weights, values + d, keys);
 }
 
+// The online softmax of some rows (Milakov and Gimelshein, 2018): per row the highest score, the sum of the weights
+// relative to it, and the weighted sum of the values [stride].
+template <class S>
+struct SoftmaxSums {
+  int64_t rows, stride;
+  float *best, *total, *acc;
+
+  static int64_t size(int64_t rows, int64_t stride) { return 2 * ((rows + 15) / 16 * 16) + rows * stride; }
+  SoftmaxSums(int64_t rows_, int64_t stride_, float* memory)
+      : rows(rows_), stride(stride_), best(memory), total(best + (rows + 15) / 16 * 16),
+        acc(total + (rows + 15) / 16 * 16) {}
+
+  void clear() const {
+    for (int64_t row = 0; row < rows; ++row) best[row] = kMinusInfinity, total[row] = 0;
+    for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
+  }
+
+  // The sums over these keys and those of `more`.
+  void merge(const SoftmaxSums& more) const {
+    alignas(64) float factors[2][S::kWidth];
+    for (int64_t row = 0; row < rows; ++row) {
+      const float highest = more.best[row] > best[row] ? more.best[row] : best[row];
+      const auto offset = S::broadcast(highest == kMinusInfinity ? 0.0f : highest);
+      const auto mine = exp_nonpositive<S>(S::sub(S::broadcast(best[row]), offset));
+      const auto theirs = exp_nonpositive<S>(S::sub(S::broadcast(more.best[row]), offset));
+      S::store(factors[0], mine);
+      S::store(factors[1], theirs);
+      best[row] = highest;
+      total[row] = total[row] * factors[0][0] + more.total[row] * factors[1][0];
+      for (int64_t d = 0; d < stride; d += S::kWidth) {
+        float* to = acc + row * stride + d;
+        S::store(to, S::fma(S::load(more.acc + row * stride + d), theirs, S::mul(S::load(to), mine)));
+      }
+    }
+  }
+};
+
 template <class S>
 struct AttentionScratch {
   int64_t stride;  // head_dim rounded up to the vector's width
   int64_t rows;
-  float *keys, *values, *query, *acc, *scores, *best, *total, *shrink;
+  float *keys, *values, *query, *scores, *shrink, *all, *split;
 
   AttentionScratch(const Attention& a, int64_t tokens, float* memory)
       : stride((a.head_dim + S::kWidth - 1) / S::kWidth * S::kWidth), rows(tokens * (a.heads / a.kv_heads)) {
@@ -70,13 +108,13 @@ struct AttentionScratch {
     keys = take(kKeyBlock * stride);
     values = take(kKeyBlock * stride);
     query = take(rows * stride);
-    acc = take(rows * stride);
     scores = take(rows * kKeyBlock);
-    best = take(rows);
-    total = take(rows);
     shrink = take(rows);
+    all = take(SoftmaxSums<S>::size(rows, stride));
+    split = take(SoftmaxSums<S>::size(rows, stride));
     size = next - memory;
   }
+  SoftmaxSums<S> sums(float* memory) const { return {rows, stride, memory}; }
   int64_t size;
 };
 
@@ -130,25 +168,27 @@ static inline void softmax_row(float* scores, int64_t low, int64_t high, float s
   *best = new_best;
 }
 
+// The tile's queries as rows of float32, turned and scaled.
 template <class S>
-static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, float* memory) {
-  const AttentionScratch<S> s(a, tile.tokens, memory);
+static inline void load_queries(const Attention& a, const QueryTile& tile, int64_t kv_head,
+                                const AttentionScratch<S>& s) {
   const int64_t group = a.heads / a.kv_heads;
   for (int64_t row = 0; row < s.rows; ++row) {
     const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
     float* query = s.query + row * s.stride;
     widen_padded<S>(a.q_type, a.q, (token * a.heads + head) * a.head_dim, a.head_dim, query);
     if (a.cos != nullptr) rotate<S>(a.cos + token * a.rotated, a.sin + token * a.rotated, a.rotated, query);
-    for (int64_t d = 0; d < s.stride; d += S::kWidth) {
+    for (int64_t d = 0; d < s.stride; d += S::kWidth)
       S::store(query + d, S::mul(S::load(query + d), S::broadcast(a.scale)));
-      S::store(s.acc + row * s.stride + d, S::zero());
-    }
-    s.best[row] = kMinusInfinity;
-    s.total[row] = 0;
   }
-  const int64_t end = tile.position + tile.tokens < tile.kv_len ? tile.position + tile.tokens : tile.kv_len;
-  const int64_t oldest = a.window > 0 && tile.position >= a.window ? tile.position - a.window + 1 : 0;
-  for (int64_t first = oldest / kKeyBlock * kKeyBlock; first < end; first += kKeyBlock) {
+}
+
+// Adds keys [begin, end) to `sums`; begin is a multiple of kKeyBlock.
+template <class S>
+static inline void attend_keys(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t begin, int64_t end,
+                               const AttentionScratch<S>& s, const SoftmaxSums<S>& sums) {
+  const int64_t group = a.heads / a.kv_heads;
+  for (int64_t first = begin; first < end; first += kKeyBlock) {
     const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
     const int64_t padded = (count + kRowGroup - 1) / kRowGroup * kRowGroup;
     load_block<S>(a, tile, kv_head, first, count, padded, s);
@@ -161,23 +201,79 @@ static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, f
       const int64_t hidden = a.window > 0 ? position - a.window + 1 - first : 0;
       float* scores = s.scores + row * kKeyBlock;
       softmax_row<S>(scores, hidden < kKeyBlock ? hidden : kKeyBlock, visible < count ? visible : count, a.soft_cap,
-                     s.best + row, s.total + row, s.shrink + row);
+                     sums.best + row, sums.total + row, s.shrink + row);
     }
     int64_t row = 0;
     for (; row + S::kValueRows <= s.rows; row += S::kValueRows)
-      add_values_of_rows<S, S::kValueRows>(s.acc + row * s.stride, s.stride, s.shrink + row, s.scores + row * kKeyBlock,
-                                           s.values, count);
+      add_values_of_rows<S, S::kValueRows>(sums.acc + row * s.stride, s.stride, s.shrink + row,
+                                           s.scores + row * kKeyBlock, s.values, count);
     for (; row < s.rows; ++row)
-      add_values_of_rows<S, 1>(s.acc + row * s.stride, s.stride, s.shrink + row, s.scores + row * kKeyBlock, s.values,
-                               count);
+      add_values_of_rows<S, 1>(sums.acc + row * s.stride, s.stride, s.shrink + row, s.scores + row * kKeyBlock,
+                               s.values, count);
   }
-  for (int64_t row = 0; row < s.rows; ++row) {
-    float* acc = s.acc + row * s.stride;
-    const float total = s.total[row] == 0 ? 1.0f : s.total[row];
-    for (int64_t d = 0; d < s.stride; d += S::kWidth) S::store(acc + d, S::div(S::load(acc + d), S::broadcast(total)));
+}
+
+// The sums over those keys of a split that the tile may see.
+template <class S>
+static inline void attend_one_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split,
+                                    const AttentionScratch<S>& s, const SoftmaxSums<S>& sums) {
+  const int64_t oldest = tile.oldest_key(a.window) / kKeyBlock * kKeyBlock, newest = tile.end_key();
+  const int64_t begin = split * kSplitKeys, end = begin + kSplitKeys;
+  sums.clear();
+  attend_keys<S>(a, tile, kv_head, oldest > begin ? oldest : begin, newest < end ? newest : end, s, sums);
+}
+
+template <class S>
+static inline void write_results(const Attention& a, const QueryTile& tile, int64_t kv_head,
+                                 const SoftmaxSums<S>& sums) {
+  const int64_t group = a.heads / a.kv_heads;
+  for (int64_t row = 0; row < sums.rows; ++row) {
+    float* acc = sums.acc + row * sums.stride;
+    const float total = sums.total[row] == 0 ? 1.0f : sums.total[row];
+    for (int64_t d = 0; d < sums.stride; d += S::kWidth)
+      S::store(acc + d, S::div(S::load(acc + d), S::broadcast(total)));
     const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
     narrow<S>(acc, a.head_dim, a.q_type, a.out, (token * a.heads + head) * a.head_dim);
   }
+}
+
+template <class S>
+static void attend(const Attention& a, const QueryTile& tile, int64_t kv_head, float* memory) {
+  const AttentionScratch<S> s(a, tile.tokens, memory);
+  load_queries<S>(a, tile, kv_head, s);
+  const SoftmaxSums<S> all = s.sums(s.all), part = s.sums(s.split);
+  all.clear();
+  for (int64_t split = tile.oldest_key(a.window) / kSplitKeys; split * kSplitKeys < tile.end_key(); ++split) {
+    attend_one_split<S>(a, tile, kv_head, split, s, part);
+    all.merge(part);
+  }
+  write_results<S>(a, tile, kv_head, all);
+}
+
+template <class S>
+static void attend_split(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t split, float* partial,
+                         float* memory) {
+  const AttentionScratch<S> s(a, tile.tokens, memory);
+  load_queries<S>(a, tile, kv_head, s);
+  attend_one_split<S>(a, tile, kv_head, split, s, s.sums(partial));
+}
+
+template <class S>
+static int64_t partial_size(const Attention& a, int64_t tokens) {
+  alignas(64) float none[1];
+  const AttentionScratch<S> s(a, tokens, none);
+  return (SoftmaxSums<S>::size(s.rows, s.stride) + 15) / 16 * 16;
+}
+
+template <class S>
+static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, const float* partials,
+                         int64_t splits, float* memory) {
+  const AttentionScratch<S> s(a, tile.tokens, memory);
+  const SoftmaxSums<S> all = s.sums(s.all);
+  all.clear();
+  const int64_t size = partial_size<S>(a, tile.tokens);
+  for (int64_t split = 0; split < splits; ++split) all.merge(s.sums(const_cast<float*>(partials) + split * size));
+  write_results<S>(a, tile, kv_head, all);
 }
 
 }  // namespace jaxkv

@@ -18,6 +18,7 @@ constexpr int64_t kOutputBlock = 64;    // outputs that share a block of results
 constexpr int64_t kRowGroup = 4;        // weight rows that are multiplied together
 constexpr int64_t kUnpackedGroups = 2;  // row groups that are unpacked together
 constexpr int64_t kKeyBlock = 64;       // keys that share a rescaling of the softmax, counted from position 0
+constexpr int64_t kSplitKeys = 512;     // keys whose sums are taken apart and then merged, counted from position 0
 constexpr int64_t kStridePadding = 16;  // floats between packed rows, against cache-set conflicts
 
 // One matrix [out, in] in its storage: dense values, or quants with scales and mins per 32 elements.
@@ -61,6 +62,10 @@ struct QueryTile {
   int64_t position;      // of the first token
   int64_t kv_len;
   const int32_t* pages;  // of layer 0
+
+  // Keys before and after these are seen by none of the tile.
+  int64_t oldest_key(int64_t window) const { return window > 0 && position >= window ? position - window + 1 : 0; }
+  int64_t end_key() const { return position + tokens < kv_len ? position + tokens : kv_len; }
 };
 
 struct Kernels {
@@ -80,6 +85,13 @@ struct Kernels {
   // gate = activation(gate) * up; both have room for `count` rounded up to 16.
   void (*gate)(Activation activation, const float* up, int64_t count, float* gate);
   void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
+  // The sums over the keys of split `split` alone go to `partial`, of `partial_size` floats.
+  void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* partial,
+                       float* scratch);
+  // What `attend` gives, from the partials of splits first to last, one after the other.
+  void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, const float* partials, int64_t splits,
+                       float* scratch);
+  int64_t (*partial_size)(const Attention&, int64_t tokens);
   // Floats of scratch, aligned to 64 bytes, that `attend` needs for a tile of so many tokens.
   int64_t (*attend_scratch)(const Attention&, int64_t tokens);
   void (*unpack_row)(const WeightView&, int64_t row, float* out);
