@@ -10,7 +10,7 @@
 namespace jaxkv {
 namespace {
 
-constexpr int64_t kTileQueries = 48;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
+constexpr int64_t kTileQueries = 96;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
 constexpr int64_t kSplitTokens = 4;   // tiles of so few tokens give every split of their keys to a task of its own
 
 // The tiles of every row, checked against the pools and the page list. Rows without a query have none.

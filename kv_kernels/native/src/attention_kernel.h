@@ -8,50 +8,81 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "convert.h"
 #include "elementwise.h"
-#include "tile.h"
 
 namespace jaxkv {
 
 static constexpr float kMinusInfinity = -__builtin_inff();
 
-// acc[rows][dim] = acc * shrink + weights[rows][keys] times values[keys][dim], for R rows and C vectors of dim.
+// Rows of `weights` times rows of `values`: out[r] = start[r] * out[r] + sum over i < count of weights[r][i] * values[i],
+// in that order of i, for R rows and C vectors; without `start` from zero.
 template <class S, int R, int C>
-static inline void add_values(float* acc, int64_t stride, const float* shrink, const float* weights,
-                              const float* values, int64_t keys) {
+static inline void combine_tile(const float* start, const float* weights, int64_t weights_stride, const float* values,
+                                int64_t values_stride, int64_t count, float* out, int64_t out_stride) {
   using V = typename S::V;
   V sums[R][C];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c)
-      sums[r][c] = S::mul(S::load(acc + r * stride + c * S::kWidth), S::broadcast(shrink[r]));
-  for (int64_t key = 0; key < keys; ++key) {
+      sums[r][c] = start == nullptr ? S::zero()
+                                    : S::mul(S::load(out + r * out_stride + c * S::kWidth), S::broadcast(start[r]));
+  for (int64_t i = 0; i < count; ++i) {
     V value[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) value[c] = S::load(values + key * stride + c * S::kWidth);
-#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) value[c] = S::load(values + i * values_stride + c * S::kWidth);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const V weight = S::broadcast(weights[r * kKeyBlock + key]);
+      const V weight = S::broadcast(weights[r * weights_stride + i]);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[r][c] = S::fma(weight, value[c], sums[r][c]);
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) S::store(acc + r * stride + c * S::kWidth, sums[r][c]);
+    for (int c = 0; c < C; ++c) S::store(out + r * out_stride + c * S::kWidth, sums[r][c]);
 }
 
 template <class S, int R>
-static inline void add_values_of_rows(float* acc, int64_t stride, const float* shrink, const float* weights,
-                                      const float* values, int64_t keys) {
+static inline void combine_rows(const float* start, const float* weights, int64_t weights_stride, const float* values,
+                                int64_t values_stride, int64_t count, float* out, int64_t out_stride, int64_t width) {
   int64_t d = 0;
-  for (; d + 4 * S::kWidth <= stride; d += 4 * S::kWidth)
-    add_values<S, R, 4>(acc + d, stride, shrink, weights, values + d, keys);
-  for (; d < stride; d += S::kWidth) add_values<S, R, 1>(acc + d, stride, shrink, weights, values + d, keys);
+  for (; d + 4 * S::kWidth <= width; d += 4 * S::kWidth)
+    combine_tile<S, R, 4>(start, weights, weights_stride, values + d, values_stride, count, out + d, out_stride);
+  for (; d < width; d += S::kWidth)
+    combine_tile<S, R, 1>(start, weights, weights_stride, values + d, values_stride, count, out + d, out_stride);
+}
+
+// The same for any number of rows; `width` is a multiple of the vector's.
+template <class S>
+static inline void combine(int64_t rows, const float* start, const float* weights, int64_t weights_stride,
+                           const float* values, int64_t values_stride, int64_t count, float* out, int64_t out_stride,
+                           int64_t width) {
+  constexpr int kMost = S::kValueRows;
+  const int64_t parts = (rows + kMost - 1) / kMost;
+  for (int64_t part = 0, row = 0; part < parts; ++part) {
+    const int64_t height = (rows - row + parts - part - 1) / (parts - part);
+    const float* first = start == nullptr ? nullptr : start + row;
+    const float* from = weights + row * weights_stride;
+    float* to = out + row * out_stride;
+    const auto run = [&](auto fixed) {
+      combine_rows<S, (decltype(fixed)::value <= kMost ? decltype(fixed)::value : 1)>(
+          first, from, weights_stride, values, values_stride, count, to, out_stride, width);
+    };
+    switch (height) {
+      case 1: run(std::integral_constant<int, 1>()); break;
+      case 2: run(std::integral_constant<int, 2>()); break;
+      case 3: run(std::integral_constant<int, 3>()); break;
+      case 4: run(std::integral_constant<int, 4>()); break;
+      case 5: run(std::integral_constant<int, 5>()); break;
+      default: run(std::integral_constant<int, 6>()); break;
+    }
+    row += height;
+  }
 }
 
 // The online softmax of some rows (Milakov and Gimelshein, 2018): per row the highest score, the sum of the weights
@@ -61,13 +92,14 @@ struct SoftmaxSums {
   int64_t rows, stride;
   float *best, *total, *acc;
 
+  // Room for whole vectors of rows.
   static int64_t size(int64_t rows, int64_t stride) { return 2 * ((rows + 15) / 16 * 16) + rows * stride; }
   SoftmaxSums(int64_t rows_, int64_t stride_, float* memory)
       : rows(rows_), stride(stride_), best(memory), total(best + (rows + 15) / 16 * 16),
         acc(total + (rows + 15) / 16 * 16) {}
 
   void clear() const {
-    for (int64_t row = 0; row < rows; ++row) best[row] = kMinusInfinity, total[row] = 0;
+    for (int64_t row = 0; row < (rows + 15) / 16 * 16; ++row) best[row] = kMinusInfinity, total[row] = 0;
     for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
   }
 
@@ -95,7 +127,7 @@ template <class S>
 struct AttentionScratch {
   int64_t stride;  // head_dim rounded up to the vector's width
   int64_t rows;
-  float *keys, *values, *query, *scores, *shrink, *all, *split;
+  float *keys, *turned, *values, *query, *scores, *shrink, *block_best, *all, *split;
 
   AttentionScratch(const Attention& a, int64_t tokens, float* memory)
       : stride((a.head_dim + S::kWidth - 1) / S::kWidth * S::kWidth), rows(tokens * (a.heads / a.kv_heads)) {
@@ -106,10 +138,12 @@ struct AttentionScratch {
       return part;
     };
     keys = take(kKeyBlock * stride);
+    turned = take(stride * kKeyBlock);
     values = take(kKeyBlock * stride);
     query = take(rows * stride);
     scores = take(rows * kKeyBlock);
-    shrink = take(rows);
+    shrink = take(rows + S::kWidth);
+    block_best = take(rows + S::kWidth);
     all = take(SoftmaxSums<S>::size(rows, stride));
     split = take(SoftmaxSums<S>::size(rows, stride));
     size = next - memory;
@@ -125,7 +159,7 @@ static int64_t attend_scratch(const Attention& a, int64_t tokens) {
 }
 
 // A block's keys and values to float32, `count` of them and no more: what a page holds after the row's end may be a NaN.
-// Keys up to `padded` become zeros; no weight comes of them.
+// Keys lie as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
 template <class S>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
                               int64_t padded, const AttentionScratch<S>& s) {
@@ -138,34 +172,56 @@ static inline void load_block(const Attention& a, const QueryTile& tile, int64_t
     widen_padded<S>(a.pool_type, a.v, index, a.head_dim, s.values + i * s.stride);
   }
   for (int64_t i = count * s.stride; i < padded * s.stride; ++i) s.keys[i] = 0;
+  for (int64_t key = 0; key < padded; key += S::kWidth)
+    for (int64_t d = 0; d < s.stride; d += S::kWidth)
+      S::transpose(s.keys + key * s.stride + d, s.stride, s.turned + d * kKeyBlock + key, kKeyBlock);
 }
 
-// Scores to weights for one row: keys outside [low, high) get 0. Returns nothing; updates best, total, shrink.
-template <class S>
-static inline void softmax_row(float* scores, int64_t low, int64_t high, float soft_cap, float* best, float* total,
-                               float* shrink) {
+// Keys of a block, [low, high), that one row sees.
+struct Visible {
+  int64_t low, high;
+};
+
+// Scores [rows][padded] to weights relative to the rows' new best; keys that a row does not see get 0. Updates best and
+// total, and gives in `shrink` what the sums so far are worth relative to the new best.
+template <class S, class F>
+static inline void softmax_rows(const Attention& a, const AttentionScratch<S>& s, const SoftmaxSums<S>& sums,
+                                int64_t padded, F visible_to) {
   using V = typename S::V;
-  if (soft_cap > 0) {
-    for (int64_t i = 0; i < kKeyBlock; i += S::kWidth) S::store(scores + i, capped<S>(S::load(scores + i), soft_cap));
+  for (int64_t row = 0; row < s.rows; ++row) {
+    float* scores = s.scores + row * kKeyBlock;
+    if (a.soft_cap > 0) {
+      for (int64_t i = 0; i < padded; i += S::kWidth) S::store(scores + i, capped<S>(S::load(scores + i), a.soft_cap));
+    }
+    const Visible visible = visible_to(row);
+    for (int64_t i = 0; i < visible.low && i < padded; ++i) scores[i] = kMinusInfinity;
+    for (int64_t i = visible.high < 0 ? 0 : visible.high; i < padded; ++i) scores[i] = kMinusInfinity;
+    V highest = S::load(scores);
+    for (int64_t i = S::kWidth; i < padded; i += S::kWidth) highest = S::max(highest, S::load(scores + i));
+    const float block_best = S::highest(highest);
+    s.block_best[row] = block_best > sums.best[row] ? block_best : sums.best[row];
   }
-  for (int64_t i = 0; i < low; ++i) scores[i] = kMinusInfinity;
-  for (int64_t i = high < 0 ? 0 : high; i < kKeyBlock; ++i) scores[i] = kMinusInfinity;
-  V highest = S::load(scores);
-  for (int64_t i = S::kWidth; i < kKeyBlock; i += S::kWidth) highest = S::max(highest, S::load(scores + i));
-  const float block_best = S::highest(highest);
-  const float new_best = block_best > *best ? block_best : *best;
-  const V offset = S::broadcast(new_best == kMinusInfinity ? 0.0f : new_best);
-  V sum = S::zero();
-  for (int64_t i = 0; i < kKeyBlock; i += S::kWidth) {
-    const V weight = exp_nonpositive<S>(S::sub(S::load(scores + i), offset));
-    S::store(scores + i, weight);
-    sum = S::add(sum, weight);
+  for (int64_t row = 0; row < s.rows; row += S::kWidth) {
+    alignas(64) float offsets[S::kWidth];
+    for (int64_t i = 0; i < S::kWidth; ++i) {
+      const float best = row + i < s.rows ? s.block_best[row + i] : 0.0f;
+      offsets[i] = best == kMinusInfinity ? 0.0f : best;
+    }
+    S::store(s.shrink + row, exp_nonpositive<S>(S::sub(S::load(sums.best + row), S::load(offsets))));
   }
-  alignas(64) float factor[S::kWidth];
-  S::store(factor, exp_nonpositive<S>(S::sub(S::broadcast(*best), offset)));
-  *shrink = factor[0];
-  *total = *total * factor[0] + S::sum(sum);
-  *best = new_best;
+  for (int64_t row = 0; row < s.rows; ++row) {
+    float* scores = s.scores + row * kKeyBlock;
+    const float best = s.block_best[row];
+    const V offset = S::broadcast(best == kMinusInfinity ? 0.0f : best);
+    V sum = S::zero();
+    for (int64_t i = 0; i < padded; i += S::kWidth) {
+      const V weight = exp_nonpositive<S>(S::sub(S::load(scores + i), offset));
+      S::store(scores + i, weight);
+      sum = S::add(sum, weight);
+    }
+    sums.total[row] = sums.total[row] * s.shrink[row] + S::sum(sum);
+    sums.best[row] = best;
+  }
 }
 
 // The tile's queries as rows of float32, turned and scaled.
@@ -190,26 +246,15 @@ static inline void attend_keys(const Attention& a, const QueryTile& tile, int64_
   const int64_t group = a.heads / a.kv_heads;
   for (int64_t first = begin; first < end; first += kKeyBlock) {
     const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
-    const int64_t padded = (count + kRowGroup - 1) / kRowGroup * kRowGroup;
+    const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth;
     load_block<S>(a, tile, kv_head, first, count, padded, s);
-    const float* w[kKeyBlock];
-    for (int64_t i = 0; i < padded; ++i) w[i] = s.keys + i * s.stride;
-    tiles<S>(s.query, s.rows, s.stride, w, padded / kRowGroup, s.stride, s.scores, kKeyBlock, false);
-    for (int64_t row = 0; row < s.rows; ++row) {
+    combine<S>(s.rows, nullptr, s.query, s.stride, s.turned, kKeyBlock, a.head_dim, s.scores, kKeyBlock, padded);
+    softmax_rows<S>(a, s, sums, padded, [&](int64_t row) {
       const int64_t position = tile.position + row / group;
-      const int64_t visible = (position + 1 < tile.kv_len ? position + 1 : tile.kv_len) - first;
-      const int64_t hidden = a.window > 0 ? position - a.window + 1 - first : 0;
-      float* scores = s.scores + row * kKeyBlock;
-      softmax_row<S>(scores, hidden < kKeyBlock ? hidden : kKeyBlock, visible < count ? visible : count, a.soft_cap,
-                     sums.best + row, sums.total + row, s.shrink + row);
-    }
-    int64_t row = 0;
-    for (; row + S::kValueRows <= s.rows; row += S::kValueRows)
-      add_values_of_rows<S, S::kValueRows>(sums.acc + row * s.stride, s.stride, s.shrink + row,
-                                           s.scores + row * kKeyBlock, s.values, count);
-    for (; row < s.rows; ++row)
-      add_values_of_rows<S, 1>(sums.acc + row * s.stride, s.stride, s.shrink + row, s.scores + row * kKeyBlock,
-                               s.values, count);
+      const int64_t seen = (position + 1 < tile.kv_len ? position + 1 : tile.kv_len) - first;
+      return Visible{a.window > 0 ? position - a.window + 1 - first : 0, seen < count ? seen : count};
+    });
+    combine<S>(s.rows, s.shrink, s.scores, kKeyBlock, s.values, s.stride, count, sums.acc, s.stride, s.stride);
   }
 }
 

@@ -60,6 +60,24 @@ struct Avx2Simd {
   static void add_sums(float* out, V a, V b, V c, V d) {
     _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), sums(a, b, c, d)));
   }
+  static void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    V rows[8], pairs[8];
+    for (int i = 0; i < 8; ++i) rows[i] = load(from + i * stride);
+    for (int i = 0; i < 8; i += 2) {
+      pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+      pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {  // rows[i + c]: columns c and c + 4 of rows i to i + 3
+      rows[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+      rows[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+      rows[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+      rows[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+    for (int c = 0; c < 4; ++c) {
+      store(to + c * to_stride, _mm256_permute2f128_ps(rows[c], rows[c + 4], 0x20));
+      store(to + (c + 4) * to_stride, _mm256_permute2f128_ps(rows[c], rows[c + 4], 0x31));
+    }
+  }
   static void unpack_nibbles(const uint8_t* p, float d, float m, V* out) {
     const V scale = broadcast(d), offset = broadcast(m);
     const __m256i low = _mm256_set1_epi32(15);

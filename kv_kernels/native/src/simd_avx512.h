@@ -13,7 +13,7 @@ struct Avx512Simd {
   static constexpr int kWidth = 16;
   static constexpr int kTileRows = 6;
   static constexpr int kDirectTokens = 4;  // up to so many tokens weights are unpacked in registers
-  static constexpr int kValueRows = 4;
+  static constexpr int kValueRows = 6;
 
   static V zero() { return _mm512_setzero_ps(); }
   static V broadcast(float x) { return _mm512_set1_ps(x); }
@@ -54,6 +54,33 @@ struct Avx512Simd {
   static void store_sums(float* out, V a, V b, V c, V d) { _mm_storeu_ps(out, sums(a, b, c, d)); }
   static void add_sums(float* out, V a, V b, V c, V d) {
     _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), sums(a, b, c, d)));
+  }
+  static void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    V rows[16], pairs[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) rows[i] = load(from + i * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+      pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+      pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {  // quarter l of rows[i + c]: column 4l + c of rows i to i + 3
+      rows[i] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
+      rows[i + 1] = _mm512_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
+      rows[i + 2] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
+      rows[i + 3] = _mm512_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+      const V a = _mm512_shuffle_f32x4(rows[c], rows[c + 4], 0x44), b = _mm512_shuffle_f32x4(rows[c], rows[c + 4], 0xee);
+      const V d = _mm512_shuffle_f32x4(rows[c + 8], rows[c + 12], 0x44);
+      const V e = _mm512_shuffle_f32x4(rows[c + 8], rows[c + 12], 0xee);
+      store(to + c * to_stride, _mm512_shuffle_f32x4(a, d, 0x88));
+      store(to + (c + 4) * to_stride, _mm512_shuffle_f32x4(a, d, 0xdd));
+      store(to + (c + 8) * to_stride, _mm512_shuffle_f32x4(b, e, 0x88));
+      store(to + (c + 12) * to_stride, _mm512_shuffle_f32x4(b, e, 0xdd));
+    }
   }
   static void unpack_nibbles(const uint8_t* p, float d, float m, V* out) {
     // A block has sixteen values: computed once, then looked up. A lookup reads the low four bits of an index only.

@@ -56,6 +56,11 @@ struct GenericSimd {
     const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
   }
+  // `to` [kWidth][to_stride] is the transpose of `from` [kWidth][stride].
+  static void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    for (int i = 0; i < kWidth; ++i)
+      for (int j = 0; j < kWidth; ++j) to[j * to_stride + i] = from[i * stride + j];
+  }
   static V sums(V a, V b, V c, V d) { return V{sum(a), sum(b), sum(c), sum(d)}; }
   static void store_sums(float* out, V a, V b, V c, V d) { store(out, sums(a, b, c, d)); }
   static void add_sums(float* out, V a, V b, V c, V d) { store(out, load(out) + sums(a, b, c, d)); }
