@@ -3,6 +3,7 @@
 from kv_execution.batcher import Batcher, PromptError
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.engine import EnginePlan, EngineStats, NotInitializedError, PagedEngine, PrefillResult
+from kv_execution.processes import PeerLostError, ProcessGroup, ProcessGroupError, join_processes
 from kv_execution.requests import GenerationResult, TokenLogprob, TokenOutput
 from kv_execution.runtime import InterruptedStepError
 from kv_execution.sampling_params import SamplingParams, SamplingParamsError
@@ -17,10 +18,14 @@ __all__ = [
     "InterruptedStepError",
     "NotInitializedError",
     "PagedEngine",
+    "PeerLostError",
     "PrefillResult",
+    "ProcessGroup",
+    "ProcessGroupError",
     "PromptError",
     "SamplingParams",
     "SamplingParamsError",
     "TokenLogprob",
     "TokenOutput",
+    "join_processes",
 ]

@@ -7,7 +7,6 @@ it is dropped.
 
 import heapq
 import itertools
-import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -65,12 +64,14 @@ class Batcher:
         namespace_of: Callable[[str], bytes],
         request_ids: "itertools.count[int]",
         clock: Callable[[], float],
+        draw_seed: Callable[[], int],
     ) -> None:
         self._runtime = runtime
         self._spec = spec
         self._namespace_of = namespace_of
         self._request_ids = request_ids
         self._clock = clock
+        self._draw_seed = draw_seed
         self._prompts: dict[int, tuple[NDArray[np.int32], str]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._in_flight: DispatchedStep | None = None
@@ -179,7 +180,7 @@ class Batcher:
             parent=parent,
         )
         self._runtime.requests[request_id] = make_request(
-            request_id, len(prompt), queued.max_tokens_total, params, self._spec
+            request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed
         )
         self._prompts[request_id] = prompt, cache_salt
         if deadline_s is not None:
@@ -243,7 +244,12 @@ def _check_options(priority: int, deadline_s: float | None, cache_salt: str) -> 
 
 
 def make_request(
-    request_id: int, prompt_len: int, max_tokens_total: int, params: SamplingParams, spec: ModelSpec
+    request_id: int,
+    prompt_len: int,
+    max_tokens_total: int,
+    params: SamplingParams,
+    spec: ModelSpec,
+    draw_seed: Callable[[], int],
 ) -> Request:
     """A request with its seed drawn, where none was given, and its stop tokens settled."""
     eos = () if params.ignore_eos else spec.eos_token_ids
@@ -252,6 +258,6 @@ def make_request(
         prompt_len=prompt_len,
         max_tokens_total=max_tokens_total,
         params=params,
-        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        seed=draw_seed() if params.seed is None else params.seed,
         stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
     )

@@ -15,7 +15,7 @@ class EngineConfig:
     """The settings of a `PagedEngine`.
 
     Attributes:
-        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included.
+        kv_pool_bytes: bytes for the K and V pools together, page 0 (padding) included; on each device.
         tokens_per_page: tokens in a page.
         max_requests: requests that run at once; more wait.
         max_step_tokens: the token budget of one step, which also bounds a prefill chunk.
@@ -25,6 +25,7 @@ class EngineConfig:
         longest_prefix_first: among those that have waited longest, admit the requests that share most first.
         max_waiting: requests that may wait; None for any number.
         provider: kernel provider by name, or `auto`.
+        tensor_parallel: the number of devices that the model must have been loaded over; None for whatever that is.
         unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy
             a layer's weights out of their stack.
         debug: check every invariant after every step, and fill freed pages with NaN so that any read is loud.
@@ -40,6 +41,7 @@ class EngineConfig:
     longest_prefix_first: bool = False
     max_waiting: int | None = None
     provider: str = "auto"
+    tensor_parallel: int | None = None
     unroll_layers: bool = False
     debug: bool = False
 
@@ -51,6 +53,7 @@ class EngineConfig:
             ("max_step_tokens", 1, False),
             ("max_context", 2, True),  # a token of prompt and one of answer
             ("max_waiting", 0, True),
+            ("tensor_parallel", 1, True),
         ):
             value = getattr(self, name)
             whole = isinstance(value, Integral) and not isinstance(value, bool)

@@ -26,6 +26,7 @@ from kv_control.request_map import RequestHandle
 from kv_control.scheduler import Scheduler
 from kv_execution.batcher import Batcher, check_params, checked_prompt, make_request
 from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.processes import agreed_clock, seed_source
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import FinishReason, GenerationResult, TokenLogprob, TokenOutput
 from kv_execution.runtime import PagedRuntime
@@ -102,6 +103,13 @@ class PagedEngine:
                 f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} "
                 f"was made for; lower it"
             )
+        mesh = model.tensor_mesh
+        width = 1 if mesh is None else mesh.width
+        if config.tensor_parallel not in (None, width):
+            raise EngineConfigError(
+                f"tensor_parallel is {config.tensor_parallel}, but the model's parameters are spread over {width} "
+                f"devices; load it with load_model(..., tensor_parallel={config.tensor_parallel})"
+            )
         self._layout = layout_for_budget(
             pool_bytes=config.kv_pool_bytes,
             num_layers=spec.num_layers,
@@ -109,6 +117,7 @@ class PagedEngine:
             head_dim=spec.head_dim,
             tokens_per_page=config.tokens_per_page,
             dtype=config.kv_dtype or spec.dtype,
+            kv_head_shards=width,
         )
         self._buckets = ShapeBuckets(
             config.max_requests, config.max_step_tokens, config.max_context or spec.max_context
@@ -116,8 +125,8 @@ class PagedEngine:
         needs = KernelNeeds(
             platform=jax.default_backend(),
             kv_dtype=self._layout.dtype,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=spec.num_heads // width,
+            num_kv_heads=self._layout.heads_per_shard,
             head_dim=spec.head_dim,
             tokens_per_page=config.tokens_per_page,
             window=spec.attention_window,
@@ -136,7 +145,8 @@ class PagedEngine:
         self._runtime: PagedRuntime | None = None
         self._batcher: Batcher | None = None
         self._request_ids = itertools.count()
-        self._clock = clock
+        self._clock = agreed_clock(clock, mesh)
+        self._draw_seed = seed_source(mesh)
         self._held: dict[int, RequestHandle] = {}
 
     def describe(self) -> EnginePlan:
@@ -168,7 +178,13 @@ class PagedEngine:
             longest_prefix_first=config.longest_prefix_first,
         )
         self._runtime = PagedRuntime(
-            self.model.params, self._provider.provider, self._programs, scheduler, self._buckets, debug=config.debug
+            self.model.params,
+            self._provider.provider,
+            self._programs,
+            scheduler,
+            self._buckets,
+            mesh=self.model.tensor_mesh,
+            debug=config.debug,
         )
         self._namespace = CacheNamespace(
             # The fingerprint covers configuration, RoPE and compute dtype too.
@@ -185,7 +201,12 @@ class PagedEngine:
             kv_head_shards=layout.kv_head_shards,
         )
         self._batcher = Batcher(
-            self._runtime, self.model.spec, self._namespace_of, self._request_ids, clock=self._clock
+            self._runtime,
+            self.model.spec,
+            self._namespace_of,
+            self._request_ids,
+            clock=self._clock,
+            draw_seed=self._draw_seed,
         )
         self._held = {}
         logger.info(
@@ -227,7 +248,7 @@ class PagedEngine:
             request_id, prompt, max_new_tokens=params.max_tokens, namespace=self._namespace_of(cache_salt)
         )
         total = int(runtime.scheduler.running.max_tokens_total[handle.row])
-        request = make_request(request_id, len(prompt), total, params, self.model.spec)
+        request = make_request(request_id, len(prompt), total, params, self.model.spec, self._draw_seed)
         runtime.requests[request_id] = request
         runtime.begin(handle.row, request)
         self._held[request_id] = handle

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
 from kv_kernels.provider import PoolPair
+from kv_kernels.tensor_parallel import POOL_SPEC, TensorMesh
 
 POISON_BATCH = 64
 """Pages poisoned by one call, so that one compiled program serves any number of them."""
@@ -24,17 +25,25 @@ class PoolAllocationError(JaxkvError):
     """The device cannot hold the pools."""
 
 
-def allocate_pools(layout: KvStorageLayoutV1) -> PoolPair:
-    """Zeroed pools of `layout.pool_shape_per_shard`. Raises PoolAllocationError where the device has no room."""
+def allocate_pools(layout: KvStorageLayoutV1, mesh: TensorMesh | None = None) -> PoolPair:
+    """Zeroed pools of `layout.pool_shape_per_shard`; over a mesh, every device makes its own.
+
+    Raises PoolAllocationError where a device has no room.
+    """
     shape, dtype = layout.pool_shape_per_shard, jnp.dtype(layout.dtype)
+    shards, sharding, here = 1, None, layout.total_pool_bytes
+    if mesh is not None:
+        shards, sharding = mesh.axes.shards, mesh.sharding(POOL_SPEC)
+        here //= mesh.num_processes
+    shape = (*shape[:2], shape[2] * shards, shape[3])
     # A CPU hands out memory that it does not have, and ends the process when it is used.
-    if jax.default_backend() == "cpu" and layout.total_pool_bytes > (present := _physical_memory_bytes()):
+    if jax.default_backend() == "cpu" and here > (present := _physical_memory_bytes()):
         raise PoolAllocationError(
-            f"K/V pools of {layout.total_pool_bytes} bytes do not fit this machine's {present} bytes of memory; "
-            "lower kv_pool_bytes"
+            f"K/V pools of {here} bytes do not fit this machine's {present} bytes of memory; lower kv_pool_bytes"
         )
     try:
-        return jax.block_until_ready(jax.jit(lambda: PoolPair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))())
+        make = jax.jit(lambda: PoolPair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), out_shardings=sharding)
+        return jax.block_until_ready(make())
     except jax.errors.JaxRuntimeError as error:
         raise PoolAllocationError(
             f"the device has no room for K/V pools of {layout.total_pool_bytes} bytes; lower kv_pool_bytes"

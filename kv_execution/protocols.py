@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from kv_common.model_spec import ModelSpec
+from kv_kernels.tensor_parallel import TensorMesh
 
 
 class CausalModel(Protocol):
@@ -18,7 +19,11 @@ class CausalModel(Protocol):
 
     @property
     def params(self) -> Any:
-        """A pytree of device arrays."""
+        """A pytree of device arrays, placed on `tensor_mesh` where there is one."""
+
+    @property
+    def tensor_mesh(self) -> TensorMesh | None:
+        """The devices that the parameters are spread over; None for one device."""
 
     @property
     def forward(self) -> Any:

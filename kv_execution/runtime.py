@@ -19,11 +19,13 @@ from kv_control.buckets import ShapeBuckets, StepShape, page_entries, scrub_entr
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.scheduler import Scheduler, StepPlan
 from kv_execution.pools import allocate_pools, poison_pages
+from kv_execution.processes import PeerLostError
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
 from kv_execution.sampling import Sampled, SamplingInputs, empty_sampler_state, set_request
 from kv_execution.sampling_table import SamplingTable
 from kv_execution.step import DeviceState, ForwardInputs, StepPrograms
 from kv_kernels.provider import KernelProvider, PlanShape
+from kv_kernels.tensor_parallel import TensorMesh
 
 
 class DispatchedStep(NamedTuple):
@@ -61,6 +63,7 @@ class PagedRuntime:
         scheduler: Scheduler,
         buckets: ShapeBuckets,
         *,
+        mesh: TensorMesh | None,
         debug: bool,
     ) -> None:
         self.layout = scheduler.layout
@@ -72,10 +75,14 @@ class PagedRuntime:
         self._provider = provider
         self._programs = programs
         self._debug = debug
+        self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
         self._table = SamplingTable(buckets.max_rows)
         self.state = DeviceState(
-            pools=allocate_pools(self.layout), sampler=empty_sampler_state(buckets.max_rows, buckets.max_context)
+            pools=allocate_pools(self.layout, mesh),
+            sampler=empty_sampler_state(
+                buckets.max_rows, buckets.max_context, None if mesh is None else mesh.replicated
+            ),
         )
 
     @property
@@ -105,6 +112,14 @@ class PagedRuntime:
         except OutOfPagesError:
             self._interrupted = False
             raise
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if self._num_processes == 1 or isinstance(error, JaxkvError):
+                raise
+            # A collective that fails comes as either.
+            raise PeerLostError(
+                f"a step of {self._num_processes} processes failed, which is how the end of one of them shows "
+                f"({' '.join(str(error).split())[:200]}): start all of them again"
+            ) from error
         self._interrupted = False
 
     def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, StepShape], None] | None = None) -> None:

@@ -69,12 +69,14 @@ class Sampled(NamedTuple):
     top_logprobs: Column  # f32 [rows, MAX_TOP_LOGPROBS]
 
 
-def empty_sampler_state(max_requests: int, max_context: int) -> SamplerState:
-    """A state with room for `max_requests` sequences of `max_context` tokens."""
+def empty_sampler_state(
+    max_requests: int, max_context: int, sharding: jax.sharding.Sharding | None = None
+) -> SamplerState:
+    """A state with room for `max_requests` sequences of `max_context` tokens, on the default device or a sharding's."""
     return SamplerState(
-        history=jnp.zeros((max_requests, max_context), jnp.int32),
-        bias_ids=jnp.zeros((max_requests, MAX_LOGIT_BIAS), jnp.int32),
-        bias_values=jnp.zeros((max_requests, MAX_LOGIT_BIAS), jnp.float32),
+        history=jnp.zeros((max_requests, max_context), jnp.int32, device=sharding),
+        bias_ids=jnp.zeros((max_requests, MAX_LOGIT_BIAS), jnp.int32, device=sharding),
+        bias_values=jnp.zeros((max_requests, MAX_LOGIT_BIAS), jnp.float32, device=sharding),
     )
 
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampling import Sampled, SamplerState, SamplingInputs, record_tokens, sample
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
+from kv_kernels.tensor_parallel import POOL_SPEC
 
 
 class DeviceState(NamedTuple):
@@ -51,6 +53,13 @@ class ForwardResult(NamedTuple):
     logits: jax.Array
 
 
+class NetworkResult(NamedTuple):
+    """What the network makes of a step: the pools with its K/V, and logits [rows, vocab] f32."""
+
+    pools: PoolPair
+    logits: jax.Array
+
+
 class SampleResult(NamedTuple):
     """The state with the sampled tokens in the histories, and those tokens."""
 
@@ -76,24 +85,49 @@ def build_step_programs(
     unroll_layers: bool,
     on_trace: Callable[[], None],
 ) -> StepPrograms:
-    """The programs of a model; `on_trace` is called whenever one is traced for a new shape."""
+    """The programs of a model; `on_trace` is called whenever one is traced for a new shape.
 
-    def run(params: Any, state: DeviceState, inputs: ForwardInputs, logit_rows: jax.Array) -> ForwardResult:
-        on_trace()
+    Over a mesh the network is one manual region: plan, positions and tokens are the same on every rank, heads and
+    pools are its own. Sampling runs on every device on the same logits.
+    """
+    mesh = model.tensor_mesh
+
+    def network(
+        params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs, logit_rows: jax.Array
+    ) -> NetworkResult:
         # The history has every token: prompts since their request began, sampled ones since they were sampled.
-        history = jnp.asarray(state.sampler.history)
         token_ids = history.at[inputs.token_rows, inputs.positions].get(mode="clip")
         view = StepView(
             positions=inputs.positions,
-            pools=state.pools,
+            pools=pools,
             placement=Placement(inputs.slots, inputs.scrub_pages, inputs.copy_sources, inputs.copy_targets),
             plan=inputs.plan,
             provider=provider,
             num_pages=layout.num_pages,
             unroll=unroll_layers,
+            tensor_width=1 if mesh is None else mesh.width,
         )
         logits, view = model.forward(params, token_ids, view, logit_rows)
-        return ForwardResult(state._replace(pools=view.pools), logits)
+        return NetworkResult(view.pools, logits)
+
+    forward_shardings: Any = None
+    sample_shardings: Any = None
+    if mesh is not None:
+        everywhere: Any = PartitionSpec()
+        by_head: Any = POOL_SPEC
+        network = mesh.manual(
+            network,
+            in_specs=(_specs_of(model.params), by_head, everywhere, everywhere, everywhere),
+            out_specs=NetworkResult(by_head, everywhere),
+        )
+        pool_sharding: Any = mesh.sharding(POOL_SPEC)
+        sample_shardings = mesh.replicated
+        forward_shardings = ForwardResult(DeviceState(pool_sharding, sample_shardings), sample_shardings)
+
+    def run(params: Any, state: DeviceState, inputs: ForwardInputs, logit_rows: jax.Array) -> ForwardResult:
+        on_trace()
+        pools, logits = network(params, state.pools, jnp.asarray(state.sampler.history), inputs, logit_rows)
+        return ForwardResult(state._replace(pools=pools), logits)
 
     def forward(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
         return run(params, state, inputs, inputs.logit_rows)
@@ -109,7 +143,12 @@ def build_step_programs(
         return SampleResult(record_tokens(state, inputs.history_row, inputs.position, sampled.token), sampled)
 
     return StepPrograms(
-        forward=jax.jit(forward, donate_argnums=1),
-        score=jax.jit(score, donate_argnums=1),
-        sample=jax.jit(sample_rows, donate_argnums=1),
+        forward=jax.jit(forward, donate_argnums=1, out_shardings=forward_shardings),
+        score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
+        sample=jax.jit(sample_rows, donate_argnums=1, out_shardings=sample_shardings),
     )
+
+
+def _specs_of(params: Any) -> Any:
+    """How each parameter is spread, as the loader placed it."""
+    return jax.tree.map(lambda array: array.sharding.spec, params)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from kv_kernels.composition import of_layer
 from kv_kernels.provider import (
     Activation,
     Affine,
@@ -22,6 +24,7 @@ from kv_kernels.provider import (
     Rotation,
     Scoring,
 )
+from kv_kernels.tensor_parallel import TENSOR_AXES
 from kv_kernels.weights import LayerIndex, Weight
 
 
@@ -51,6 +54,7 @@ class StepView:
     provider: KernelProvider = field(metadata={"static": True})
     num_pages: int = field(metadata={"static": True})
     unroll: bool = field(default=False, metadata={"static": True})
+    tensor_width: int = field(default=1, metadata={"static": True})  # above 1 inside a `TensorMesh.manual` region
 
     def attend(
         self,
@@ -109,9 +113,37 @@ class StepView:
         return result
 
     def add_linear(self, residual: jax.Array, x: jax.Array, matrix: Affine, layer: LayerIndex) -> jax.Array:
-        """residual [tokens, out] + linear(x, matrix): what closes an attention or MLP block."""
-        (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
-        return result
+        """residual [tokens, out] + linear(x, matrix): what closes an attention or MLP block.
+
+        Under tensor parallelism x and the matrix are spread over the ranks by input features. The ranks' products are
+        summed in float32, and bias and residual added once, to the sum.
+        """
+        if self.tensor_width == 1:
+            (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
+            return result
+        total = lax.psum(self.provider.product(x, matrix.weight, layer, jnp.float32), TENSOR_AXES)
+        if matrix.bias is not None:
+            total = total + of_layer(matrix.bias, layer)
+        return residual + total.astype(x.dtype)
+
+    def logits(self, x: jax.Array, matrix: Affine, vocab_size: int, *, norm: Norm) -> jax.Array:
+        """norm(x) [rows, hidden] times matrix [vocab, hidden] transposed -> [rows, vocab] f32, the same on every rank.
+
+        Under tensor parallelism the matrix is a rank's part of the vocabulary, or all of it (a tied embedding): then a
+        rank multiplies its own range of that, where the ranks divide the vocabulary.
+        """
+        width, layer = self.tensor_width, None
+        if width > 1 and matrix.weight.out_features == vocab_size:
+            if vocab_size % width:
+                return self.linear(x, matrix, norm=norm, out_dtype=jnp.float32)
+            # Seen as a stack of ranges, of which the rank is the index, so that no range is copied out.
+            matrix, norm = (
+                jax.tree.map(lambda leaf: leaf.reshape(width, -1, *leaf.shape[1:]), matrix),
+                Norm(jnp.broadcast_to(norm.weight, (width, *norm.weight.shape)), norm.eps),
+            )
+            layer = lax.axis_index(TENSOR_AXES)
+        part = self.linear(x, matrix, layer, norm=norm, out_dtype=jnp.float32)
+        return part if width == 1 else lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""

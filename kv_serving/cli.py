@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from kv_common import JaxkvError, __version__
+from kv_serving import process_options
 from kv_serving.byte_size import parse_byte_size
 from kv_serving.chat_repl import HELP, ChatRepl
 from kv_serving.generation_run import run_jobs
@@ -49,6 +50,7 @@ System = Annotated[str | None, typer.Option(help="A system message, before the f
 Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
 PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages, as in 512MiB or 2GiB.")]
 PageTokens = Annotated[int, typer.Option(help="Tokens in a page.")]
+TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -86,13 +88,30 @@ def generate(
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
+    tensor_parallel: TensorParallel = 1,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="JAXKV_COORDINATOR",
+            help="Where process 0 is met, for a model spread over several processes: run the same command in each.",
+        ),
+    ] = None,
+    num_processes: Annotated[int | None, typer.Option(envvar="JAXKV_NUM_PROCESSES", help="How many there are.")] = None,
+    process_id: Annotated[
+        int | None, typer.Option(envvar="JAXKV_PROCESS_ID", help="Which one this is, from 0.")
+    ] = None,
+    peer_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long to wait for other processes to come, or to be heard of.")
+    ] = 60,
 ) -> None:
     """Generate text for one prompt, or for several in one batch."""
     if not prompt:
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each prompt")
     pool_bytes = parse_byte_size(kv_pool_bytes)
-    progress = Console(stderr=True)
-    loaded = open_model(model, dtype, progress)
+    speaks = process_options.join(coordinator, num_processes, process_id, tensor_parallel, peer_timeout)
+    progress = Console(stderr=True, quiet=not speaks)
+    loaded = open_model(model, dtype, progress, tensor_parallel)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
@@ -106,8 +125,9 @@ def generate(
     plan, stats = engine.describe(), engine.stats()
     if as_json:
         print(json.dumps(summary_object(prompt, jobs, report, plan, stats), ensure_ascii=False, indent=2))
-    else:
+    elif speaks:
         print(summary_line(report, plan, stats), file=sys.stderr)
+    process_options.leave()
 
 
 @app.command()
@@ -178,6 +198,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _complain(error.format_message())
     except JaxkvError as error:
+        process_options.fail(str(error))
         return _complain(str(error))
     except OSError as error:
         return _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
@@ -191,8 +212,9 @@ def _complain(message: str) -> int:
 def main() -> None:
     """The console script."""
     status = run()
-    if status == INTERRUPTED:
-        # The compiler's threads may still be at work, and tearing the interpreter down under them crashes it.
+    if status == INTERRUPTED or (status and process_options.in_group()):
+        # The compiler's threads may still be at work, and tearing the interpreter down under them crashes it; and jax
+        # would wait for peers that this process leaves behind.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

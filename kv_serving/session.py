@@ -55,12 +55,12 @@ class SamplingOptions:
         )
 
 
-def open_model(source: str, dtype: str, console: Console) -> "LoadedModel":
-    """Load `source` with a progress bar. Raises what `load_model` raises."""
+def open_model(source: str, dtype: str, console: Console, tensor_parallel: int = 1) -> "LoadedModel":
+    """Load `source` over `tensor_parallel` devices with a progress bar. Raises what `load_model` raises."""
     from models import load_model
 
     with load_progress(console) as progress:
-        return load_model(source, dtype=dtype, progress=progress)
+        return load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
 
 
 def tokenizer_of(model: "LoadedModel") -> "Tokenizer":

@@ -20,8 +20,10 @@ import numpy as np
 from flax import nnx
 
 from kv_common.errors import JaxkvError
+from kv_kernels.tensor_parallel import Split, TensorMesh
 from kv_kernels.weights import BlockQuantWeight, DenseWeight, QuantKind, dequantize
 from models.decoder import Decoder
+from models.placement import Index, check_slices, place_slices, whole_index
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +59,8 @@ class Checkpoint(Protocol):
     def quantization(self, name: str) -> QuantKind | None:
         """How `read` will return it: None is dense."""
 
-    def read(self, name: str) -> Tensor:
-        """A dense array, or a quantized matrix with numpy parts."""
+    def read(self, name: str, index: Index | None = None) -> Tensor:
+        """A dense array, or a quantized matrix with numpy parts; only the slice `index` of it, of whole blocks."""
 
 
 def by_path(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -70,19 +72,28 @@ def by_path(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class ParameterShape(NamedTuple):
-    """shape includes the stack of layers; a matrix takes part in products, a vector (norm, bias) does not."""
+    """shape includes the stack of layers; a matrix takes part in products, a vector (norm, bias) does not.
+
+    split: how tensor parallelism may spread it.
+    """
 
     shape: tuple[int, ...]
     is_matrix: bool
+    split: Split
 
 
 def parameter_shapes(decoder: Decoder) -> dict[str, ParameterShape]:
     """Every parameter by its dotted path, in the order of the decoder's tree."""
-    leaves = by_path(nnx.to_pure_dict(nnx.split(decoder)[1]))
+    state = nnx.split(decoder)[1]
+    leaves = by_path(nnx.to_pure_dict(state))
+    splits = {
+        ".".join(map(str, path)): variable.get_metadata().get("split", "whole")
+        for path, variable in nnx.to_flat_state(state)
+    }
     return {
-        path: ParameterShape(leaf.values.shape, True)
+        path: ParameterShape(leaf.values.shape, True, splits[path])
         if isinstance(leaf, DenseWeight)
-        else ParameterShape(leaf.shape, False)
+        else ParameterShape(leaf.shape, False, splits[path])
         for path, leaf in leaves.items()
     }
 
@@ -95,21 +106,24 @@ def assemble(
     dtype: str,
     ignored: Sequence[str] = (),
     row_orders: Mapping[str, np.ndarray] | None = None,
+    mesh: TensorMesh | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """The decoder's parameters as nested dicts of device arrays and weights, read from `checkpoint`.
 
     `names` gives every parameter's tensor name template, `row_orders` the tensor's row for each of a parameter's rows.
-    Matrices take `dtype` unless quantized; vectors (norms, biases) are few and stay float32.
+    Matrices take `dtype` unless quantized; vectors (norms, biases) are few and stay float32. Over a `mesh`, every
+    slice that a device of this process holds is read once and nothing else is.
 
     Raises:
+        TensorParallelError: the mesh's ranks do not divide a parameter, or would cut a block of a quantized one.
         CheckpointError: a tensor is missing, extra or misshapen, or does not fit `dtype`; the first one is named.
     """
     shapes = parameter_shapes(decoder)
     num_layers = decoder.config.num_layers
     tensors = {path: _tensor_names(names[path], num_layers) for path in shapes}
     _check_names(checkpoint, tensors, ignored)
-    for path, (shape, _) in shapes.items():
+    for path, (shape, _, _) in shapes.items():
         wanted = shape[1:] if "{layer}" in names[path] else shape
         for name in tensors[path]:
             if checkpoint.shape(name) != wanted:
@@ -118,14 +132,23 @@ def assemble(
                     "calls for "
                     f"{list(wanted)}: config and weights do not belong together, get both again"
                 )
+    if mesh is not None:
+        for path, (shape, is_matrix, split) in shapes.items():
+            quantized = any(checkpoint.quantization(name) is not None for name in tensors[path])
+            check_slices(path, shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), quantized)
     total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
     parameters: dict[str, Any] = {}
-    for path, (shape, is_matrix) in shapes.items():
+    for path, (shape, is_matrix, split) in shapes.items():
         reader = _StackReader(checkpoint, tensors[path], "{layer}" in names[path], (row_orders or {}).get(path))
+
+        def read(index: Index, reader: _StackReader = reader, is_matrix: bool = is_matrix) -> DenseWeight | Tensor:
+            return reader.matrix(index, dtype) if is_matrix else reader.dense(index, "float32")
+
         # Waited for, and the host's copy not kept in a variable: two stacks in flight would be two stacks of memory.
-        placed = jax.block_until_ready(
-            jax.device_put(reader.matrix(shape, dtype) if is_matrix else reader.dense(shape, "float32"))
-        )
+        if mesh is None:
+            placed = jax.block_until_ready(jax.device_put(read(whole_index(shape))))
+        else:
+            placed = place_slices(shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), read)
         _insert(parameters, path, placed)
         done += math.prod(shape)
         if progress is not None:
@@ -144,8 +167,8 @@ class _StackReader:
         self._stacked = stacked
         self._row_order = row_order
 
-    def matrix(self, shape: tuple[int, ...], dtype: str) -> DenseWeight | BlockQuantWeight:
-        """Quantized if every tensor is, in one kind; else dense in `dtype`."""
+    def matrix(self, index: Index, dtype: str) -> DenseWeight | BlockQuantWeight:
+        """The slice `index` of the stack: quantized if every tensor is, in one kind; else dense in `dtype`."""
         kinds = sorted({self._checkpoint.quantization(name) or "dense" for name in self._names})
         if len(kinds) > 1:
             logger.warning(
@@ -153,21 +176,22 @@ class _StackReader:
                 *(self._checkpoint.origin, self._names[0], " and ".join(kinds), dtype),
             )
         if len(kinds) > 1 or kinds == ["dense"]:
-            return DenseWeight(self.dense(shape, dtype))
-        first = self._read(self._names[0])
+            return DenseWeight(self.dense(index, dtype))
+        part = self._part(index)
+        first = self._read(self._names[0], part)
         assert isinstance(first, BlockQuantWeight)
         if not self._stacked:
             return first
         stack = jax.tree.map(lambda part: np.empty((len(self._names), *part.shape), part.dtype), first)
         for layer, name in enumerate(self._names):
-            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, self._read(name))
+            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, self._read(name, part))
         return stack
 
-    def dense(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """Values of `shape` in `dtype`."""
-        whole = np.empty(shape, jnp.dtype(dtype))
+    def dense(self, index: Index, dtype: str) -> np.ndarray:
+        """Values of the slice `index` of the stack, in `dtype`."""
+        whole = np.empty([each.stop - each.start for each in index], jnp.dtype(dtype))
         for layer, name in enumerate(self._names):
-            tensor = self._read(name)
+            tensor = self._read(name, self._part(index))
             values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
             target = whole[layer] if self._stacked else whole
             with np.errstate(over="ignore"):  # reported below, by name
@@ -179,11 +203,18 @@ class _StackReader:
                 )
         return whole
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self._checkpoint.read(name)
+    def _part(self, index: Index) -> Index:
+        """The slice of one layer's tensor; a stack is never cut by layers."""
+        return index[1:] if self._stacked else index
+
+    def _read(self, name: str, index: Index) -> Tensor:
         if self._row_order is None:
-            return tensor
-        return jax.tree.map(lambda part: part[self._row_order], tensor)
+            return self._checkpoint.read(name, index)
+        # Rows change places within a head only, so those wanted lie close together.
+        rows = self._row_order[index[0]]
+        first = int(rows.min())
+        tensor = self._checkpoint.read(name, (slice(first, int(rows.max()) + 1), *index[1:]))
+        return jax.tree.map(lambda part: part[rows - first], tensor)
 
 
 def _check_names(checkpoint: Checkpoint, tensors: Mapping[str, Sequence[str]], ignored: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from kv_kernels.provider import Affine, Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
+from kv_kernels.tensor_parallel import Split
 from kv_kernels.weights import DenseWeight, LayerIndex
 from models.config import DecoderConfig
 from models.rope import inverse_frequencies, rotation
@@ -71,11 +72,24 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None."""
+    """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, stack: tuple[int, ...] = ()) -> None:
-        self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))))
-        self.bias = nnx.Param(_abstract((*stack, out_features))) if bias else None
+    `split`: how tensor parallelism spreads it. What is split by inputs goes to `StepView.add_linear`, which adds its
+    bias once, so that every rank has all of that.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        split: Split,
+        bias: bool = False,
+        stack: tuple[int, ...] = (),
+    ) -> None:
+        self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))), split=split)
+        bias_split = "whole" if split == "inputs" else split
+        self.bias = nnx.Param(_abstract((*stack, out_features)), split=bias_split) if bias else None
 
     @property
     def matrix(self) -> Affine:
@@ -90,10 +104,10 @@ class Attention(nnx.Module):
         stack = (config.num_layers,)
         q_features, kv_features = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         bias = config.attention_bias
-        self.q = Linear(config.hidden_size, q_features, bias=bias, stack=stack)
-        self.k = Linear(config.hidden_size, kv_features, bias=bias, stack=stack)
-        self.v = Linear(config.hidden_size, kv_features, bias=bias, stack=stack)
-        self.o = Linear(q_features, config.hidden_size, bias=bias, stack=stack)
+        self.q = Linear(config.hidden_size, q_features, split="outputs", bias=bias, stack=stack)
+        self.k = Linear(config.hidden_size, kv_features, split="kv_outputs", bias=bias, stack=stack)
+        self.v = Linear(config.hidden_size, kv_features, split="kv_outputs", bias=bias, stack=stack)
+        self.o = Linear(q_features, config.hidden_size, split="inputs", bias=bias, stack=stack)
         self.head_dim = config.head_dim
         self.scoring = Scoring(np.float32(config.head_dim**-0.5))
 
@@ -109,9 +123,9 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         stack, bias = (config.num_layers,), config.mlp_bias
-        self.gate = Linear(config.hidden_size, config.intermediate_size, bias=bias, stack=stack)
-        self.up = Linear(config.hidden_size, config.intermediate_size, bias=bias, stack=stack)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=bias, stack=stack)
+        self.gate = Linear(config.hidden_size, config.intermediate_size, split="outputs", bias=bias, stack=stack)
+        self.up = Linear(config.hidden_size, config.intermediate_size, split="outputs", bias=bias, stack=stack)
+        self.down = Linear(config.intermediate_size, config.hidden_size, split="inputs", bias=bias, stack=stack)
 
     def __call__(self, x: jax.Array, norm: Norm, step: StepView, layer: LayerIndex) -> jax.Array:
         wide = step.gated(x, self.gate.matrix, self.up.matrix, layer, "silu", norm=norm)
@@ -140,7 +154,9 @@ class Decoder(nnx.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = DecoderLayers(config)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.output = None if config.tied_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.output = (
+            None if config.tied_embeddings else Linear(config.hidden_size, config.vocab_size, split="vocabulary")
+        )
         self.config = config
         self.dtype = dtype
 
@@ -156,4 +172,5 @@ class Decoder(nnx.Module):
         # Rows are gathered before the product with the vocabulary: one row per sequence, not per token. x stays in the
         # compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
         output = self.embedding if self.output is None else self.output
-        return Forward(step.linear(x[logit_rows], output.matrix, norm=self.norm.norm, out_dtype=jnp.float32), step)
+        logits = step.logits(x[logit_rows], output.matrix, self.config.vocab_size, norm=self.norm.norm)
+        return Forward(logits, step)

@@ -12,6 +12,7 @@ import numpy as np
 from kv_kernels.weights import BLOCK_SIZE, BlockQuantWeight, QuantKind
 from models.assembly import Tensor
 from models.gguf_file import read_gguf
+from models.placement import Index, whole_index
 
 _DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _KINDS: dict[str, QuantKind] = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
@@ -41,12 +42,15 @@ class GgufCheckpoint:
     def quantization(self, name: str) -> QuantKind | None:
         return _KINDS.get(self._tensors[name].storage.name)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, index: Index | None = None) -> Tensor:
         tensor = self._tensors[name]
         kind = self.quantization(name)
+        index = whole_index(tensor.shape) if index is None else index
         if kind is None:
-            return tensor.data.view(_DENSE[tensor.storage.name]).reshape(tensor.shape)
-        return split_blocks(tensor.data, kind)
+            return tensor.data.view(_DENSE[tensor.storage.name]).reshape(tensor.shape)[index]
+        rows, columns = index
+        size, width = tensor.storage.block_size, tensor.storage.block_bytes
+        return split_blocks(tensor.data[rows, columns.start // size * width : columns.stop // size * width], kind)
 
     def frequency_divisors(self) -> tuple[float, ...] | None:
         """RoPE frequency factors, which GGUF keeps as a tensor."""

@@ -20,9 +20,11 @@ import huggingface_hub
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
 from kv_kernels.step_view import StepView
+from kv_kernels.tensor_parallel import TensorMesh
 from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
 from models.config import ConfigFields, ModelConfigError, UnsupportedModelError, read_json
@@ -31,6 +33,7 @@ from models.families import Family, family_of
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
+from models.placement import mesh_for, update_with_content
 from models.safetensors_loader import SafetensorsCheckpoint
 from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
 
@@ -47,7 +50,8 @@ class LoadedModel:
     """A model ready to run.
 
     params: nested dicts of device arrays and weights, the first argument of `forward`.
-    tokenizer, chat_template: None where the source has none.
+    tokenizer, chat_template: None where the source has none. tensor_mesh: what the parameters are spread over; None
+    for one device.
     """
 
     spec: ModelSpec
@@ -56,6 +60,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
+    tensor_mesh: TensorMesh | None = None
 
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
@@ -70,23 +75,31 @@ class LoadedModel:
         """32 bytes: the configuration, the dtype and every bit of the weights, and not where they came from."""
         digest = hashlib.blake2b(repr((self.decoder.config, self.decoder.dtype)).encode(), digest_size=32)
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
-            array = np.ascontiguousarray(leaf)
-            digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())
-            digest.update(array.reshape(-1).view(np.uint8).data)
+            digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} ".encode())
+            update_with_content(digest, leaf)
         return digest.digest()
 
 
-def load_model(source: str | Path, *, dtype: str = "float32", progress: ProgressCallback | None = None) -> LoadedModel:
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str = "float32",
+    tensor_parallel: int | Mesh = 1,
+    progress: ProgressCallback | None = None,
+) -> LoadedModel:
     """Load `source`: a Hugging Face directory, a .gguf file, or a hub repository id such as `owner/name`.
 
     What exists on disk is never looked up on the hub, nor is what can only be a path: a `Path`, a name that ends like a
     file of weights, begins with `/`, `.` or `~`, or has other than one slash.
 
     dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
-    are.
+    are. tensor_parallel is the number of devices to spread the model over, or a mesh of the user's that has the axes
+    `kv_head_shard` and `kv_head_replica`; an engine follows it. It is said here and not to the engine, because
+    parameters go to their devices as they are read: a model that no single device could hold never has to be on one.
 
     Raises:
-        CheckpointError, ModelConfigError, UnsupportedModelError, TokenizerError: one line each, see those.
+        CheckpointError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError: one line each,
+            see those.
     """
     if not isinstance(source, (str, Path)) or not str(source):
         raise CheckpointError(
@@ -97,19 +110,21 @@ def load_model(source: str | Path, *, dtype: str = "float32", progress: Progress
     path = Path(os.path.expanduser(source))
     # os.path, because Path's own raise for a name too long or a home that does not exist.
     if os.path.isdir(path):
-        return _load_directory(path, path.resolve().name, dtype, progress)
+        return _load_directory(path, path.resolve().name, dtype, tensor_parallel, progress)
     if os.path.isfile(path):
         if path.suffix == ".safetensors":
             raise CheckpointError(f"{path} holds weights alone: give the directory that has it beside its config.json")
-        return _load_gguf(path, dtype, progress)
+        return _load_gguf(path, dtype, tensor_parallel, progress)
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith(_WEIGHT_FILES):
-        return _load_directory(_download(source), source, dtype, progress)
+        return _load_directory(_download(source), source, dtype, tensor_parallel, progress)
     raise CheckpointError(
         f"{source}: no such file or directory: give a model directory, a .gguf file or a hub id (owner/name)"
     )
 
 
-def _load_directory(directory: Path, name: str, dtype: str, progress: ProgressCallback | None) -> LoadedModel:
+def _load_directory(
+    directory: Path, name: str, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None
+) -> LoadedModel:
     if not (directory / "config.json").exists():
         found = sorted(directory.glob("*.gguf"))
         remedy = f"give {found[0]}" if found else "give a model directory or a .gguf file"
@@ -123,14 +138,23 @@ def _load_directory(directory: Path, name: str, dtype: str, progress: ProgressCa
     checkpoint = SafetensorsCheckpoint(directory)
     if config.tied_embeddings:
         _drop_tied_copy(checkpoint, family)
-    params = assemble(decoder, checkpoint, family.hf_names, dtype=dtype, ignored=family.hf_ignored, progress=progress)
+    mesh = mesh_for(config, tensor_parallel)
+    params = assemble(
+        decoder,
+        checkpoint,
+        family.hf_names,
+        dtype=dtype,
+        ignored=family.hf_ignored,
+        mesh=mesh,
+        progress=progress,
+    )
     tokenizer = tokenizer_from_directory(directory)
     generation = generation_from_directory(directory, raw)
     template = template_from_directory(directory, tokenizer)
-    return _finish(name, decoder, params, tokenizer, template, generation)
+    return _finish(name, decoder, params, mesh, tokenizer, template, generation)
 
 
-def _load_gguf(path: Path, dtype: str, progress: ProgressCallback | None) -> LoadedModel:
+def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None) -> LoadedModel:
     checkpoint = GgufCheckpoint(path)
     metadata = checkpoint.metadata
     architecture = ConfigFields(metadata, path.name).take("general.architecture", str)
@@ -142,6 +166,7 @@ def _load_gguf(path: Path, dtype: str, progress: ProgressCallback | None) -> Loa
         fields.supply(f"{prefix}vocab_size", checkpoint.shape("token_embd.weight")[0])
     config = family.gguf_config(fields, checkpoint.names, checkpoint.frequency_divisors())
     decoder = Decoder(config, dtype)
+    mesh = mesh_for(config, tensor_parallel)
     params = assemble(
         decoder,
         checkpoint,
@@ -149,18 +174,20 @@ def _load_gguf(path: Path, dtype: str, progress: ProgressCallback | None) -> Loa
         dtype=dtype,
         ignored=family.gguf_ignored,
         row_orders=family.gguf_row_orders(config),
+        mesh=mesh,
         progress=progress,
     )
     tokenizer = tokenizer_from_gguf(metadata, path.name)
     generation = generation_from_gguf(metadata)
     template = template_from_gguf(metadata, tokenizer)
-    return _finish(path.stem, decoder, params, tokenizer, template, generation)
+    return _finish(path.stem, decoder, params, mesh, tokenizer, template, generation)
 
 
 def _finish(
     name: str,
     decoder: Decoder,
     params: dict[str, Any],
+    mesh: TensorMesh | None,
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     generation: GenerationDefaults,
@@ -188,7 +215,7 @@ def _finish(
     logger.info(
         "%s: %d parameters in %d bytes, %s compute", name, spec.num_parameters, spec.parameter_bytes, spec.dtype
     )
-    return LoadedModel(spec, params, decoder, tokenizer, template, generation)
+    return LoadedModel(spec, params, decoder, tokenizer, template, generation, mesh)
 
 
 def _check_architectures(raw: dict[str, Any], family: Family) -> None:

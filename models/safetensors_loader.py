@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.assembly import CheckpointError
 from models.config import read_json
+from models.placement import Index
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -52,8 +53,10 @@ class SafetensorsCheckpoint:
     def quantization(self, name: str) -> None:
         """Always dense."""
 
-    def read(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
+    def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        if index is None:
+            return self._files[name].get_tensor(name)
+        return self._files[name].get_slice(name)[index]
 
     def drop(self, name: str) -> None:
         """Forget a tensor that the caller has dealt with."""

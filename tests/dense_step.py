@@ -59,6 +59,10 @@ class DenseStep:
     def add_linear(self, residual, x, matrix, layer) -> jax.Array:
         return ComposedKernels.linear(self, x, (matrix,), layer, residual=residual)[0]
 
+    def logits(self, x, matrix, vocab_size, *, norm) -> jax.Array:
+        assert matrix.weight.out_features == vocab_size
+        return self.linear(x, matrix, norm=norm, out_dtype=jnp.float32)
+
     def embed(self, ids: jax.Array, weight: Weight) -> jax.Array:
         return dequantize(take_rows(weight, ids), jnp.float32)
 

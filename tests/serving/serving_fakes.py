@@ -149,6 +149,6 @@ def install(replies: list[str]) -> FakeBatcher:
     from kv_serving import cli
 
     batcher = FakeBatcher(replies)
-    cli.open_model = lambda source, dtype, console: fake_model()
+    cli.open_model = lambda source, dtype, console, tensor_parallel=1: fake_model()
     cli.start_engine = lambda model, config, console, warm_up: FakeEngine(config, batcher)
     return batcher
