@@ -87,10 +87,10 @@ class ReferenceProvider(ComposedKernels):
         )
 
     def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
-        def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-            return write_rows(pool.reshape(-1, *pool.shape[2:]), slots, new).reshape(pool.shape)
-
-        return PoolPair(write(pools.k, k_new), write(pools.v, v_new))
+        # By page and offset: a pool of one head that is reshaped to slots and back is copied, since XLA then takes the
+        # axis of that head for the outermost.
+        where = (slots // pools.k.shape[1], slots % pools.k.shape[1])
+        return PoolPair(write_rows(pools.k, where, k_new), write_rows(pools.v, where, v_new))
 
     def paged_attention(
         self,

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 
-def write_rows(array: jax.Array, rows: jax.Array, values: jax.typing.ArrayLike) -> jax.Array:
-    """`array` [n, ...] with `values` [k, ...] (or one for all) at `rows` [k] i32; a row outside 0 .. n - 1 writes
-    nothing.
+def write_rows(array: jax.Array, rows: jax.Array | tuple[jax.Array, ...], values: jax.typing.ArrayLike) -> jax.Array:
+    """`array` [n, ...] with `values` [k, ...] (or one for all) at `rows` [k] i32, or at rows of rows where that is one
+    array for each leading axis; a row outside 0 .. n - 1 writes nothing.
     """
-    values = jnp.broadcast_to(jnp.asarray(values).astype(array.dtype), (*rows.shape, *array.shape[1:]))
-    if rows.shape[0] == 1:
-        rows, values = jnp.repeat(rows, 2, axis=0), jnp.repeat(values, 2, axis=0)
-    return array.at[rows].set(values, mode="drop", wrap_negative_indices=False)
+    index = rows if isinstance(rows, tuple) else (rows,)
+    values = jnp.broadcast_to(jnp.asarray(values).astype(array.dtype), (*index[0].shape, *array.shape[len(index) :]))
+    if values.shape[0] == 1:
+        index, values = tuple(jnp.repeat(each, 2, axis=0) for each in index), jnp.repeat(values, 2, axis=0)
+    return array.at[index].set(values, mode="drop", wrap_negative_indices=False)

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 
 # jax reads this when it is first imported; tests/gpu is run with JAX_PLATFORMS set by hand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# So is this: the tests of tensor parallelism spread models over eight devices, which a CPU has only when told so.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -33,7 +33,8 @@ def make_engine(model: LoadedModel, *, pages: int | None = None, **settings) -> 
     if pages is not None:
         spec, tokens_per_page = model.spec, settings.get("tokens_per_page", 16)
         itemsize = 4 if spec.dtype == "float32" else 2
-        page_bytes = 2 * spec.num_layers * tokens_per_page * spec.num_kv_heads * spec.head_dim * itemsize
+        heads = spec.num_kv_heads if model.tensor_mesh is None else spec.num_kv_heads // model.tensor_mesh.axes.shards
+        page_bytes = 2 * spec.num_layers * tokens_per_page * heads * spec.head_dim * itemsize
         settings["kv_pool_bytes"] = (pages + 1) * page_bytes
     engine = _engine(model, EngineConfig(**settings))
     engine.init_paged_runtime()
