@@ -34,6 +34,9 @@ EXIT_STATUS = 2
 """Of a process that its peers have left."""
 
 MAX_HELLO_BYTES = 4096
+HELLO_S = 5.0
+"""For a connection to say who it is, so that a stranger does not keep the peers waiting."""
+
 BEATS_PER_TIMEOUT = 4
 _BEAT, _GOODBYE = b".", b"q"
 
@@ -136,28 +139,33 @@ def _receive(
     """Process 0: wait for every peer, then tell all where jax's service will be."""
     peers: dict[int, socket.socket] = {}
     wanted = hello["processes"] - 1
-    try:
-        server = socket.create_server(address, backlog=wanted)
-    except OSError as error:
-        raise ProcessGroupError(
-            f"process 0 cannot listen at {address[0]}:{address[1]} ({error.strerror}): choose another address or port"
-        ) from error
-    with server:
+    with contextlib.ExitStack() as undo:
+        try:
+            server = undo.enter_context(socket.create_server(address, backlog=wanted))
+        except OSError as error:
+            raise ProcessGroupError(
+                f"process 0 cannot listen at {address[0]}:{address[1]} ({error.strerror}): choose another address or "
+                "port"
+            ) from error
         while len(peers) < wanted:
-            line = _accept(server, deadline_s, f"{len(peers) + 1} of {wanted + 1} processes have come")
-            said = _read_hello(line, deadline_s)
+            line = undo.enter_context(
+                _accept(server, deadline_s, f"{len(peers) + 1} of {wanted + 1} processes have come")
+            )
+            said = _read_line(line, min(deadline_s, time.monotonic() + HELLO_S))
             if said is None:  # somebody else's connection
                 line.close()
                 continue
             problem = _mismatch(said, hello, peers)
             if problem:
-                line.sendall(json.dumps({"refused": problem}).encode() + b"\n")
+                _write_line(line, {"refused": problem})
                 raise ProcessGroupError(problem)
             peers[said["id"]] = line
-    with socket.create_server((address[0], 0)) as free:
-        service = f"{address[0]}:{free.getsockname()[1]}"
-    for line in peers.values():
-        line.sendall(json.dumps({"service": service}).encode() + b"\n")
+        with socket.create_server((address[0], 0)) as free:
+            service = f"{address[0]}:{free.getsockname()[1]}"
+        for line in peers.values():
+            _write_line(line, {"service": service})
+        undo.pop_all()
+        server.close()
     return peers, service
 
 
@@ -198,15 +206,22 @@ def _call(address: tuple[str, int], hello: dict[str, Any], deadline_s: float) ->
                     f"({error.strerror or error}): start it, or check the coordinator address"
                 ) from error
             time.sleep(0.05)
-    line.sendall(json.dumps(hello).encode() + b"\n")
-    answer = _read_hello(line, deadline_s)
-    if answer is None or "refused" in answer:
-        said = answer["refused"] if answer else "process 0 did not answer: see what it says"
-        raise ProcessGroupError(str(said))
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(line)
+        _write_line(line, hello)
+        answer = _read_line(line, deadline_s) or {"refused": "process 0 did not answer: see what it says"}
+        if "refused" in answer:
+            raise ProcessGroupError(str(answer["refused"]))
+        undo.pop_all()
     return {0: line}, str(answer["service"])
 
 
-def _read_hello(line: socket.socket, deadline_s: float) -> dict[str, Any] | None:
+def _write_line(line: socket.socket, said: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # whoever listens no more will be missed soon enough
+        line.sendall(json.dumps(said).encode() + b"\n")
+
+
+def _read_line(line: socket.socket, deadline_s: float) -> dict[str, Any] | None:
     """One line of JSON, or None where something else comes, or nothing."""
     received = b""
     with contextlib.suppress(OSError, ValueError):

@@ -1,0 +1,165 @@
+"""Processes that cannot meet say why, before jax is asked."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from kv_common import __version__
+from kv_execution import ProcessGroup, ProcessGroupError, join_processes, processes
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def hello(process_id: int, num_processes: int = 2, version: str = __version__) -> dict:
+    return {"jaxkv": version, "processes": num_processes, "id": process_id}
+
+
+def soon() -> float:
+    return time.monotonic() + 20
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "num_processes", "process_id", "message"),
+    [
+        ("somewhere", 2, 0, "the coordinator is 'somewhere'; give HOST:PORT of process 0"),
+        ("host:99999", 2, 0, "the coordinator is 'host:99999'"),
+        (":5000", 2, 0, "the coordinator is ':5000'"),
+        ("host:5000", 1, 0, "process 0 of 1 cannot be: give at least 2 processes"),
+        ("host:5000", 2, 2, "process 2 of 2 cannot be"),
+    ],
+)
+def test_what_cannot_be_is_refused(coordinator, num_processes, process_id, message):
+    with pytest.raises(ProcessGroupError, match=message):
+        join_processes(coordinator, num_processes, process_id)
+
+
+def test_a_peer_that_does_not_come_is_missed_in_time():
+    with pytest.raises(ProcessGroupError, match=r"1 of 2 processes have come in the time there was"):
+        join_processes(f"127.0.0.1:{free_port()}", 2, 0, timeout_s=0.2)
+
+
+def test_a_process_0_that_is_not_there_is_named_with_its_address():
+    port = free_port()
+    with pytest.raises(ProcessGroupError, match=f"process 1 cannot reach process 0 at 127.0.0.1:{port}"):
+        join_processes(f"127.0.0.1:{port}", 2, 1, timeout_s=0.2)
+
+
+def test_an_address_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ProcessGroupError, match=f"process 0 cannot listen at 127.0.0.1:{port}"):
+            join_processes(f"127.0.0.1:{port}", 2, 0, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (hello(1, version="0.0"), "install one version everywhere"),
+        (hello(1, num_processes=3), "process 0 was told of 2 processes and a peer of 3"),
+        (hello(0), "process id 0 came twice or is none"),
+    ],
+)
+def test_peers_that_do_not_match_are_refused_on_both_sides(said, message):
+    address = ("127.0.0.1", free_port())
+    refused = []
+
+    def call() -> None:
+        try:
+            processes._call(address, said, soon())
+        except ProcessGroupError as error:
+            refused.append(str(error))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    with pytest.raises(ProcessGroupError, match=message) as caught:
+        processes._receive(address, hello(0), soon())
+    caller.join()
+    assert refused == [str(caught.value)]
+
+
+def test_a_stranger_at_the_door_is_sent_away_and_the_peers_meet():
+    address = ("127.0.0.1", free_port())
+    met = {}
+
+    def receive() -> None:
+        met["first"] = processes._receive(address, hello(0), soon())
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    stranger = None
+    while stranger is None:
+        try:
+            stranger = socket.create_connection(address, timeout=5)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    met["second"] = processes._call(address, hello(1), soon())
+    receiver.join()
+    with stranger, contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+    assert met["first"][1] == met["second"][1], "both know where jax's service will be"
+    for lines, _ in met.values():
+        for line in lines.values():
+            line.close()
+
+
+@pytest.fixture
+def lifeline(monkeypatch):
+    """A group of process 0, the socket of its peer, and what it would have ended with."""
+    ours, theirs = socket.socketpair()
+    ended, happened = [], threading.Event()
+
+    def end(self, message: str) -> None:
+        ended.append(message)
+        happened.set()
+
+    monkeypatch.setattr(ProcessGroup, "end", end)
+    group = ProcessGroup(0, {1: ours}, timeout_s=0.5)
+    yield group, theirs, ended, happened
+    group.leave()
+    theirs.close()
+    time.sleep(0.05)
+    ours.close()
+
+
+def test_a_peer_that_dies_is_noticed(lifeline):
+    _, theirs, ended, happened = lifeline
+    theirs.close()
+    assert happened.wait(5)
+    assert ended == ["process 1 has ended, and process 0 cannot go on alone: start all of them again"]
+
+
+def test_a_peer_that_is_silent_is_noticed_and_one_that_beats_is_not(lifeline):
+    _, theirs, ended, happened = lifeline
+    for _ in range(8):
+        theirs.sendall(b".")
+        assert not happened.wait(0.1)
+    assert happened.wait(5)
+    assert ended == [
+        "process 1 has not been heard of for 0.5 s, and process 0 cannot go on alone: start all of them again"
+    ]
+
+
+def test_a_peer_that_says_goodbye_is_not_missed(lifeline):
+    _, theirs, ended, happened = lifeline
+    theirs.sendall(b".q")
+    theirs.close()
+    assert not happened.wait(0.8)
+    assert ended == []
+
+
+def test_a_process_says_goodbye_once(lifeline):
+    group, theirs, _, _ = lifeline
+    group.leave()
+    group.leave()
+    theirs.settimeout(5)
+    received = b""
+    while b"q" not in received:
+        received += theirs.recv(64)
+    assert received.count(b"q") == 1

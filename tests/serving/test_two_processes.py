@@ -1,0 +1,143 @@
+"""Two real processes on this machine generate as one, and neither outlives the other by more than its timeout."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kv_serving.cli import run
+from tests.models.model_files import write_gguf
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PROMPT = ("--prompt", "an an 1 2", "--raw", "--temperature", "0")
+SMALL = ("--kv-pool-bytes", "1MiB")
+
+
+class Pair(NamedTuple):
+    """Processes 0 and 1 of one command."""
+
+    first: subprocess.Popen
+    second: subprocess.Popen
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_gguf(REPOSITORY / "tests" / "data" / "golden" / "llama", tmp_path_factory.mktemp("pair") / "tiny.gguf")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60) -> Iterator[Pair]:
+    """The same command twice; the second is told its part by the environment."""
+    command = [sys.executable, "-c", "from kv_serving.cli import main; main()", "generate", str(model)]
+    command += [*PROMPT, *SMALL, *options, "--tp", str(tp), "--peer-timeout", str(peer_timeout_s)]
+    shared = {"JAXKV_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXKV_NUM_PROCESSES": "2"}
+    flags = f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
+    started = []
+    try:
+        for process_id in (0, 1):
+            environment = {**os.environ, **shared, "JAXKV_PROCESS_ID": str(process_id), "XLA_FLAGS": flags}
+            started.append(
+                subprocess.Popen(
+                    command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            )
+        yield Pair(*started)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(model, capsys):
+    options = ("--max-tokens", "24", "--json")
+    with pair(model, *options) as (first, second):
+        out, complaints = first.communicate(timeout=120)
+        silence, also_nothing = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), (complaints, also_nothing)
+    assert (silence, also_nothing) == (b"", b"")
+    assert run(["generate", str(model), *PROMPT, *SMALL, *options]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert json.loads(out)["results"] == alone["results"]
+    assert len(alone["results"][0]["tokens"]) > 8
+
+
+def test_a_killed_peer_ends_the_other_with_one_line(model):
+    with pair(model, "--max-tokens", "200") as (first, second):
+        assert first.stdout.read(1), first.stderr.read()  # tokens are coming
+        second.kill()
+        killed_s = time.monotonic()
+        _, complaints = first.communicate(timeout=60)
+        assert time.monotonic() - killed_s < 60
+    assert first.returncode == 2
+    lines = complaints.decode().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("jaxkv: ")
+    assert "start all of them again" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_killed_process_0_ends_the_other_with_one_line(model):
+    with pair(model, "--max-tokens", "200") as (first, second):
+        assert first.stdout.read(1), first.stderr.read()
+        first.kill()
+        _, complaints = second.communicate(timeout=60)
+    assert second.returncode == 2
+    (line,) = complaints.decode().splitlines()
+    assert line.startswith("jaxkv: ")
+    assert "start all of them again" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_peer_that_falls_silent_ends_the_other_within_its_timeout(stopped, model):
+    with pair(model, "--max-tokens", "200", peer_timeout_s=10) as processes:
+        assert processes.first.stdout.read(1), processes.first.stderr.read()
+        processes[stopped].send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        _, complaints = processes[1 - stopped].communicate(timeout=60)
+        assert time.monotonic() - stopped_s < 20
+    assert complaints.decode().splitlines() == [
+        f"jaxkv: process {stopped} has not been heard of for 10 s, and process {1 - stopped} cannot go on alone: start "
+        "all of them again"
+    ]
+
+
+@pytest.mark.slow
+def test_four_devices_in_two_processes_share_two_heads(model, capsys):
+    options = ("--max-tokens", "24", "--json")
+    with pair(model, *options, tp=4) as (first, second):
+        out, complaints = first.communicate(timeout=120)
+        second.communicate(timeout=60)
+    assert first.returncode == 0, complaints
+    assert run(["generate", str(model), *PROMPT, *SMALL, *options]) == 0
+    assert json.loads(out)["results"] == json.loads(capsys.readouterr().out)["results"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--coordinator", "h:1"), "several processes need --coordinator, --num-processes and --process-id"),
+        (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"), "with --tp 1 each of 2 processes"),
+        (("--tp", "0"), "Invalid value for '--tp'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message, model, capsys):
+    assert run(["generate", str(model), *PROMPT, *options]) == 2
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1
