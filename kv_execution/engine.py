@@ -4,31 +4,32 @@ By hand, with handles: `prefill_paged`, `generate_paged`, `release`; pages stay 
 in bulk: `batcher` for continuous batching, `generate` for a list. Both share one runtime, so they may be mixed.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
-from kv_common.layout import KvStorageLayoutV1, layout_for_budget
-from kv_common.model_spec import ModelSpec
+from kv_common.layout import layout_for_budget
 from kv_common.namespace import CacheNamespace
 from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_control.scheduler import Scheduler
-from kv_execution.batcher import Batcher, check_params, checked_prompt, make_request
+from kv_execution.batcher import Batcher, check_params, checked_prompt
+from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.engine_values import EnginePlan, EngineStats, engine_stats
+from kv_execution.held_requests import HeldRequests, PrefillResult
 from kv_execution.protocols import CausalModel
-from kv_execution.requests import FinishReason, GenerationResult, TokenLogprob, TokenOutput
+from kv_execution.requests import GenerationResult, TokenOutput
 from kv_execution.runtime import PagedRuntime
+from kv_execution.sampling import GreedyInputs, SamplingInputs
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 from kv_kernels.provider import KernelNeeds
@@ -39,47 +40,6 @@ logger = logging.getLogger(__name__)
 
 class NotInitializedError(JaxkvError):
     """The runtime is used before `init_paged_runtime`."""
-
-
-class EnginePlan(NamedTuple):
-    """What an engine will allocate and compile, known before it does either."""
-
-    spec: ModelSpec
-    layout: KvStorageLayoutV1
-    max_context: int
-    shapes: tuple[StepShape, ...]
-    platform: str
-    provider: str
-    provider_reason: str
-
-
-class EngineStats(NamedTuple):
-    """Counts since the runtime was initialised; `traces` counts the programs traced since the engine was made."""
-
-    pages_in_use: int
-    peak_pages_in_use: int
-    cached_pages: int
-    free_pages: int
-    running: int
-    waiting: int
-    steps: int
-    prefill_tokens: int
-    decode_tokens: int
-    preemptions: int
-    copied_pages: int
-    traces: int
-    shapes_used: int
-
-
-class PrefillResult(NamedTuple):
-    """A held request and its first token; `cached_tokens` is how much of the prompt was not computed."""
-
-    handle: RequestHandle
-    token: int
-    logprob: float
-    top_logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason | None
-    cached_tokens: int
 
 
 class PagedEngine:
@@ -102,6 +62,8 @@ class PagedEngine:
                 f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} "
                 f"was made for; lower it"
             )
+        if config.compilation_cache:
+            use_compilation_cache()
         self._layout = layout_for_budget(
             pool_bytes=config.kv_pool_bytes,
             num_layers=spec.num_layers,
@@ -135,9 +97,9 @@ class PagedEngine:
         )
         self._runtime: PagedRuntime | None = None
         self._batcher: Batcher | None = None
+        self._held: HeldRequests | None = None
         self._request_ids = itertools.count()
         self._clock = clock
-        self._held: dict[int, RequestHandle] = {}
 
     def describe(self) -> EnginePlan:
         """What the engine allocates and compiles."""
@@ -157,7 +119,7 @@ class PagedEngine:
         A second call starts afresh; what is compiled stays.
         """
         layout, config = self._layout, self.config
-        self._runtime = self._batcher = None  # the old pools go before the new ones come
+        self._runtime = self._batcher = self._held = None  # the old pools go before the new ones come
         scheduler = Scheduler(
             layout,
             max_requests=config.max_requests,
@@ -187,7 +149,7 @@ class PagedEngine:
         self._batcher = Batcher(
             self._runtime, self.model.spec, self._namespace_of, self._request_ids, clock=self._clock
         )
-        self._held = {}
+        self._held = HeldRequests(self._runtime, self.model.spec, self._request_ids)
         logger.info(
             "paged runtime: %d pages of %d tokens (%d tokens, %.1f MiB of %s), %s kernels",
             layout.usable_pages,
@@ -202,7 +164,7 @@ class PagedEngine:
     def warmup_paged(self, progress: Callable[[int, StepShape], None] | None = None) -> tuple[StepShape, ...]:
         """Compile every shape that a step can have, and return them; `progress(done, shape)` is called before each."""
         shapes = self._buckets.reachable()
-        self._require_runtime().warm_up(shapes, progress)
+        self._require_runtime().warm_up(shapes, (GreedyInputs, SamplingInputs), progress)
         return shapes
 
     def prefill_paged(
@@ -219,49 +181,21 @@ class PagedEngine:
         Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
         held then.
         """
-        runtime, params = self._require_runtime(), params or SamplingParams()
+        held, params = self._require_held(), params or SamplingParams()
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
         check_params(params, self.model.spec)
-        request_id = next(self._request_ids)
-        handle = runtime.scheduler.hold(
-            request_id, prompt, max_new_tokens=params.max_tokens, namespace=self._namespace_of(cache_salt)
-        )
-        total = int(runtime.scheduler.running.max_tokens_total[handle.row])
-        request = make_request(request_id, len(prompt), total, params, self.model.spec)
-        runtime.requests[request_id] = request
-        runtime.begin(handle.row, request)
-        self._held[request_id] = handle
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._discard, handle)
-            outputs: list[TokenOutput] = []
-            while not outputs:
-                outputs = self._run_held([handle])
-            undo.pop_all()
-        first = outputs[0]
-        assert first.token is not None
-        return PrefillResult(
-            handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, first.cached_tokens
-        )
+        return held.prefill(prompt, params, self._namespace_of(cache_salt))
 
     def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
         """One more token for every held request that has not finished.
 
         Raises OutOfPagesError, with nothing changed, where their next tokens do not all fit: release a handle then.
         """
-        runtime = self._require_runtime()
-        going = [
-            handle
-            for request_id, handle in self._held.items()
-            if runtime.requests[request_id].outputs[-1].finish_reason is None
-        ]
-        if not going:
-            return {}
-        return {self._held[output.request_id]: output for output in self._run_held(going)}
+        return self._require_held().generate()
 
     def release(self, handle: RequestHandle) -> None:
         """Free a held request's row and pages. Raises StaleHandleError where it was released before."""
-        self._require_runtime().scheduler.residency.request_map.row_of(handle)
-        self._discard(handle)
+        self._require_held().release(handle)
 
     def batcher(self) -> Batcher:
         """The engine's queue for continuous batching."""
@@ -305,48 +239,12 @@ class PagedEngine:
 
         Raises what `prefill_paged` raises.
         """
-        runtime = self._require_runtime()
-        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        # Every token has to be computed for its logits, so nothing is taken from the cache.
-        handle = runtime.scheduler.hold(
-            next(self._request_ids),
-            prompt,
-            max_new_tokens=1,
-            namespace=self._namespace_of(""),
-            read_cache=False,
-        )
-        try:
-            parts = []
-            runtime.begin(handle.row)
-            rows = np.array([handle.row])
-            while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
-                with runtime.step():
-                    parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
-            return np.concatenate(parts)
-        finally:
-            if not runtime.interrupted:
-                runtime.scheduler.finish(handle.request_id)
+        held = self._require_held()
+        return held.score(checked_prompt(token_ids, self.model.spec.vocab_size), self._namespace_of(""))
 
     def stats(self) -> EngineStats:
         """Counts of the running engine."""
-        runtime = self._require_runtime()
-        scheduler, counters = runtime.scheduler, runtime.counters
-        allocator = scheduler.residency.allocator
-        return EngineStats(
-            pages_in_use=allocator.live_pages,
-            peak_pages_in_use=counters.peak_pages_in_use,
-            cached_pages=allocator.cached_pages,
-            free_pages=allocator.free_pages,
-            running=scheduler.residency.num_running,
-            waiting=scheduler.num_waiting,
-            steps=counters.steps,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            preemptions=counters.preemptions,
-            copied_pages=counters.copied_pages,
-            traces=self._traces,
-            shapes_used=len(counters.shapes),
-        )
+        return engine_stats(self._require_runtime(), self._traces)
 
     def prefix_statistics(self) -> PrefixStatistics:
         """Hits, misses by reason, and evictions of the prefix cache."""
@@ -359,18 +257,6 @@ class PagedEngine:
     def _namespace_of(self, cache_salt: str) -> bytes:
         return dataclasses.replace(self._namespace, tenant=cache_salt).digest()
 
-    def _run_held(self, handles: list[RequestHandle]) -> list[TokenOutput]:
-        runtime = self._require_runtime()
-        with runtime.step():
-            plan = runtime.scheduler.schedule_held(np.array([handle.row for handle in handles]))
-            return runtime.collect(runtime.dispatch(plan))
-
-    def _discard(self, handle: RequestHandle) -> None:
-        runtime = self._runtime
-        if runtime is not None and not runtime.interrupted:
-            runtime.scheduler.finish(handle.request_id)
-            del self._held[handle.request_id], runtime.requests[handle.request_id]
-
     def _count_trace(self) -> None:
         self._traces += 1
 
@@ -380,14 +266,19 @@ class PagedEngine:
         self._runtime.require_sound()
         return self._runtime
 
+    def _require_held(self) -> HeldRequests:
+        self._require_runtime()
+        assert self._held is not None
+        return self._held
+
 
 def _result(outputs: list[TokenOutput]) -> GenerationResult:
     reason = outputs[-1].finish_reason
     assert reason is not None
     return GenerationResult(
         tokens=tuple(output.token for output in outputs if output.token is not None),
-        logprobs=tuple(output.logprob for output in outputs if output.token is not None),
-        top_logprobs=tuple(output.top_logprobs for output in outputs if output.token is not None),
+        logprobs=tuple(output.logprob for output in outputs if output.logprob is not None),
+        top_logprobs=tuple(output.top_logprobs for output in outputs if output.logprob is not None),
         finish_reason=reason,
         cached_tokens=outputs[-1].cached_tokens,
     )

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, settings
 
 # jax reads this when it is first imported; tests/gpu is run with JAX_PLATFORMS set by hand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No test may depend on what another run has compiled, or leave anything in the user's cache.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
