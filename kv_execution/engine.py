@@ -26,10 +26,10 @@ from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.engine_values import EnginePlan, EngineStats, engine_stats
 from kv_execution.held_requests import HeldRequests, PrefillResult
+from kv_execution.needed_shapes import shapes_needed
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import GenerationResult, TokenOutput
 from kv_execution.runtime import PagedRuntime
-from kv_execution.sampling import GreedyInputs, SamplingInputs
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 from kv_kernels.provider import KernelNeeds
@@ -120,17 +120,13 @@ class PagedEngine:
         """
         layout, config = self._layout, self.config
         self._runtime = self._batcher = self._held = None  # the old pools go before the new ones come
-        scheduler = Scheduler(
-            layout,
-            max_requests=config.max_requests,
-            max_step_tokens=config.max_step_tokens,
-            max_context=self._buckets.max_context,
-            max_waiting=config.max_waiting,
-            prefix_cache=config.prefix_cache,
-            longest_prefix_first=config.longest_prefix_first,
-        )
         self._runtime = PagedRuntime(
-            self.model.params, self._provider.provider, self._programs, scheduler, self._buckets, debug=config.debug
+            self.model.params,
+            self._provider.provider,
+            self._programs,
+            self._new_scheduler(),
+            self._buckets,
+            debug=config.debug,
         )
         self._namespace = CacheNamespace(
             # The fingerprint covers configuration, RoPE and compute dtype too.
@@ -161,11 +157,30 @@ class PagedEngine:
         )
         return self.describe()
 
-    def warmup_paged(self, progress: Callable[[int, StepShape], None] | None = None) -> tuple[StepShape, ...]:
-        """Compile every shape that a step can have, and return them; `progress(done, shape)` is called before each."""
-        shapes = self._buckets.reachable()
-        self._require_runtime().warm_up(shapes, (GreedyInputs, SamplingInputs), progress)
+    def warmup_paged(
+        self,
+        progress: Callable[[int, StepShape], None] | None = None,
+        *,
+        shapes: Sequence[StepShape] | None = None,
+        params: Sequence[SamplingParams] | None = None,
+    ) -> tuple[StepShape, ...]:
+        """Compile `shapes`, or every shape that a step can have, and return them; `progress(done, shape)` is called
+        before each. `params` are all that will be used; without them, any may be.
+        """
+        shapes = self._buckets.reachable() if shapes is None else tuple(shapes)
+        plain = (True, False) if params is None else {each.is_plain for each in params}
+        self._require_runtime().warm_up(shapes, progress, plain=plain)
         return shapes
+
+    def shapes_needed(
+        self, prompts: Sequence[Sequence[int] | NDArray[np.integer]], params: Sequence[SamplingParams]
+    ) -> tuple[StepShape, ...]:
+        """The shapes that `prompts` alone will reach, for `warmup_paged`; `params` are one per prompt.
+
+        Raises PromptError, RequestTooLargeError or QueueFullError for prompts that `generate` would refuse.
+        """
+        checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
+        return shapes_needed(self._new_scheduler(), self._buckets, checked, params)
 
     def prefill_paged(
         self,
@@ -253,6 +268,17 @@ class PagedEngine:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix and return how many pages that freed; running requests keep theirs."""
         return len(self._require_runtime().scheduler.residency.trie.reset())
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._layout,
+            max_requests=self.config.max_requests,
+            max_step_tokens=self.config.max_step_tokens,
+            max_context=self._buckets.max_context,
+            max_waiting=self.config.max_waiting,
+            prefix_cache=self.config.prefix_cache,
+            longest_prefix_first=self.config.longest_prefix_first,
+        )
 
     def _namespace_of(self, cache_salt: str) -> bytes:
         return dataclasses.replace(self._namespace, tenant=cache_salt).digest()

@@ -6,7 +6,7 @@ on this one. The state is donated and rebound in one statement.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +79,7 @@ class PagedRuntime:
         self._interrupted = False
         self._table = SamplingTable(buckets.max_rows)
         self._inputs = StepInputs(provider, self.layout, buckets.max_rows)
-        self._run_before: set[tuple[StepShape, type]] = set()
+        self._ran: set[tuple[StepShape, type]] = set()
         with reporting_cache_faults():
             self.state = DeviceState(
                 pools=allocate_pools(self.layout), sampler=empty_sampler_state(buckets.max_rows, buckets.max_context)
@@ -118,18 +118,23 @@ class PagedRuntime:
     def warm_up(
         self,
         shapes: Iterable[StepShape],
-        samplers: Iterable[type[GreedyInputs] | type[SamplingInputs]],
         progress: Callable[[int, StepShape], None] | None = None,
+        *,
+        plain: Collection[bool] = (True, False),
     ) -> None:
-        """Compile and run the step of every shape on padding alone, which changes nothing but the padding page; with
-        each of the `samplers`, named by their inputs.
+        """Compile the step of every shape, and run nothing; with the sampler of steps that are `plain` (see
+        SamplingParams), of those that are not, or both.
         """
         for done, shape in enumerate(shapes):
             if progress is not None:
                 progress(done, shape)
-            for sampler in samplers:
-                with self.step():
-                    jax.block_until_ready(self._run(None, shape, self._table.padding(shape.rows, sampler)))
+            with reporting_cache_faults():
+                forward = self._programs.forward.lower(self._params, self.state, self._inputs.of(None, shape))
+                forward.compile()
+                logits = forward.out_info.logits
+                for each in plain:
+                    sampling = self._table.padding(shape.rows, plain=each)
+                    self._sampler(sampling).lower(logits, self.state.sampler, sampling).compile()
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
@@ -177,21 +182,19 @@ class PagedRuntime:
         return np.asarray(logprobs)[: plan.table.tokens]
 
     def _run(
-        self, plan: StepPlan | None, shape: StepShape, sampling: GreedyInputs | SamplingInputs
+        self, plan: StepPlan, shape: StepShape, sampling: GreedyInputs | SamplingInputs
     ) -> GreedyResult | SampleResult:
         """Start both programs of a step, the second by what `sampling` asks for."""
-        first = (shape, type(sampling)) not in self._run_before
-        with reporting_cache_faults() if first else contextlib.nullcontext():
+        with reporting_cache_faults() if (shape, type(sampling)) not in self._ran else contextlib.nullcontext():
             inputs = self._inputs.of(plan, shape)
             self.state, logits = self._programs.forward(self._params, self.state, inputs)
-            chosen: GreedyResult | SampleResult
-            if isinstance(sampling, GreedyInputs):
-                chosen = self._programs.greedy(logits, self.state.sampler, sampling)
-            else:
-                chosen = self._programs.sample(logits, self.state.sampler, sampling)
+            chosen: GreedyResult | SampleResult = self._sampler(sampling)(logits, self.state.sampler, sampling)
             self.state = self.state._replace(sampler=chosen.state)
-        self._run_before.add((shape, type(sampling)))
+        self._ran.add((shape, type(sampling)))
         return chosen
+
+    def _sampler(self, sampling: GreedyInputs | SamplingInputs) -> jax.stages.Wrapped:
+        return self._programs.greedy if isinstance(sampling, GreedyInputs) else self._programs.sample
 
     def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         request = self.requests[request_id]

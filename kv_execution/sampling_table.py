@@ -59,24 +59,20 @@ class SamplingTable:
         Rows that do not sample, and padding, ask for nothing and record nothing.
         """
         if not self._plain[rows[samples]].all():
-            return self.full_inputs(rows, positions, samples, padded_rows)
+            return self._full_inputs(rows, positions, samples, padded_rows)
         asking = np.flatnonzero(samples)
         position, history_row = np.zeros(padded_rows, np.int32), np.full(padded_rows, self._max_requests, np.int32)
         position[asking], history_row[asking] = positions[asking], rows[asking]
         return GreedyInputs(position, history_row)
 
-    def padding(
-        self, padded_rows: int, kind: type[GreedyInputs] | type[SamplingInputs]
-    ) -> GreedyInputs | SamplingInputs:
-        """Inputs of one kind for a step of padding alone."""
+    def padding(self, padded_rows: int, *, plain: bool) -> GreedyInputs | SamplingInputs:
+        """Inputs for a step of padding alone, of the kind for plain requests or for others."""
         none = np.zeros(0, np.int64)
-        build = self.inputs if kind is GreedyInputs else self.full_inputs
-        return build(none, none, none.astype(np.bool_), padded_rows)
+        return (self.inputs if plain else self._full_inputs)(none, none, none.astype(np.bool_), padded_rows)
 
-    def full_inputs(
+    def _full_inputs(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64], samples: NDArray[np.bool_], padded_rows: int
     ) -> SamplingInputs:
-        """All inputs, whatever the rows ask for."""
         asking = np.flatnonzero(samples)
         gathered = []
         for name, column in zip(SamplingInputs._fields, self._columns, strict=True):

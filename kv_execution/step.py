@@ -72,14 +72,14 @@ class GreedyResult(NamedTuple):
 
 
 class StepPrograms(NamedTuple):
-    """Jitted: `forward` and `score` of (params, state, inputs), `sample` and `greedy` of (logits, sampler state,
-    inputs). States are donated.
+    """The jitted functions of (params, DeviceState, ForwardInputs) to ForwardResult, and of (logits, SamplerState,
+    SamplingInputs or GreedyInputs) to SampleResult or GreedyResult. States are donated.
     """
 
-    forward: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
-    score: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
-    sample: Callable[[jax.Array, SamplerState, SamplingInputs], SampleResult]
-    greedy: Callable[[jax.Array, SamplerState, GreedyInputs], GreedyResult]
+    forward: jax.stages.Wrapped
+    score: jax.stages.Wrapped
+    sample: jax.stages.Wrapped
+    greedy: jax.stages.Wrapped
 
 
 def build_step_programs(

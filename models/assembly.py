@@ -25,6 +25,9 @@ from models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
+_ALIGNMENT = 64
+"""Bytes to which XLA aligns what it computes with on a CPU."""
+
 
 class CheckpointError(JaxkvError):
     """A checkpoint that cannot be read, or whose tensors are not those the configuration calls for."""
@@ -156,16 +159,15 @@ class _StackReader:
             return DenseWeight(self.dense(shape, dtype))
         first = self._read(self._names[0])
         assert isinstance(first, BlockQuantWeight)
-        if not self._stacked:
-            return first
-        stack = jax.tree.map(lambda part: np.empty((len(self._names), *part.shape), part.dtype), first)
+        stack = jax.tree.map(lambda part: _empty((len(self._names), *part.shape), part.dtype), first)
         for layer, name in enumerate(self._names):
-            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, self._read(name))
-        return stack
+            tensor = self._read(name) if layer else first
+            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, tensor)
+        return stack if self._stacked else jax.tree.map(lambda whole: whole[0], stack)
 
     def dense(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """Values of `shape` in `dtype`."""
-        whole = np.empty(shape, jnp.dtype(dtype))
+        whole = _empty(shape, jnp.dtype(dtype))
         for layer, name in enumerate(self._names):
             tensor = self._read(name)
             values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
@@ -184,6 +186,14 @@ class _StackReader:
         if self._row_order is None:
             return tensor
         return jax.tree.map(lambda part: part[self._row_order], tensor)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that `jax.device_put` takes over on a CPU, where it would copy one that begins anywhere else."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def _check_names(checkpoint: Checkpoint, tensors: Mapping[str, Sequence[str]], ignored: Sequence[str]) -> None:

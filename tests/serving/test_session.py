@@ -45,14 +45,17 @@ def test_a_number_out_of_range_is_the_samplers_own_error() -> None:
         SamplingOptions(max_tokens=7, top_p=1.5).resolve(fake_model().generation)
 
 
-def test_the_engine_is_no_larger_than_the_jobs() -> None:
-    jobs = [make_job(fake_model(), [1] * length, SamplingParams(max_tokens=10), ()) for length in (5, 20)]
-    config = config_for_jobs(jobs, max_context=100, kv_pool_bytes=1 << 20, tokens_per_page=4)
-    assert (config.max_requests, config.max_step_tokens, config.max_context) == (2, 25, 30)
-    assert (config.kv_pool_bytes, config.tokens_per_page) == (1 << 20, 4)
-
-
-def test_the_engine_is_no_larger_than_the_model_and_the_batch_limits() -> None:
-    jobs = [make_job(fake_model(), [1] * 50, SamplingParams(max_tokens=60), ())] * 40
-    config = config_for_jobs(jobs, max_context=100, kv_pool_bytes=1 << 20, tokens_per_page=4)
-    assert (config.max_requests, config.max_step_tokens, config.max_context) == (32, 256, 100)
+@pytest.mark.parametrize(("number", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (32, 32), (40, 32)])
+def test_the_engine_depends_on_nothing_of_the_jobs_but_their_number(number: int, rows: int) -> None:
+    configs = [
+        config_for_jobs(
+            [make_job(fake_model(), [1] * length, SamplingParams(max_tokens=length), ())] * number,
+            1 << 20,
+            4,
+            compilation_cache=False,
+        )
+        for length in (1, 50)
+    ]
+    assert configs[0] == configs[1]
+    assert (configs[0].max_requests, configs[0].max_step_tokens, configs[0].max_context) == (rows, 256, None)
+    assert (configs[0].kv_pool_bytes, configs[0].tokens_per_page, configs[0].compilation_cache) == (1 << 20, 4, False)
