@@ -48,7 +48,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tok
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="A system message, before the first turn.")]
 Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
-PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages, as in 512MiB or 2GiB.")]
+PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Most memory for the K/V pages, as in 512MiB or 2GiB.")]
 PageTokens = Annotated[int, typer.Option(help="Tokens in a page.")]
 CompilationCache = Annotated[
     bool,
@@ -105,7 +105,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
     jobs = [make_job(loaded, ids, params, stop or ()) for ids in encode_prompts(loaded, prompt, chat, system)]
-    config = config_for_jobs(jobs, pool_bytes, tokens_per_page, compilation_cache=compilation_cache)
+    config = config_for_jobs(jobs, loaded.spec, pool_bytes, tokens_per_page, compilation_cache=compilation_cache)
     engine = start_engine(loaded, config, progress, warm_up=True, jobs=jobs)
     headings = [" ".join(text.split()) for text in prompt]
     view = OrderedView(io.StringIO(), None) if as_json else choose_view(Console(), sys.stdout, headings)

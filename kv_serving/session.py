@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kv_common.errors import JaxkvError
+from kv_common.layout import ELEMENT_BYTES
+from kv_common.model_spec import ModelSpec
 from kv_serving.generation_run import Job
+from kv_serving.memory import release_unused_memory
 from kv_serving.progress import compile_progress, load_progress
 from kv_serving.stop_strings import StopStrings
 
@@ -61,7 +64,9 @@ def open_model(source: str, dtype: str, console: Console) -> "LoadedModel":
     from models import load_model
 
     with load_progress(console) as progress:
-        return load_model(source, dtype=dtype, progress=progress)
+        model = load_model(source, dtype=dtype, progress=progress)
+    release_unused_memory()
+    return model
 
 
 def tokenizer_of(model: "LoadedModel") -> "Tokenizer":
@@ -113,17 +118,22 @@ def make_job(model: "LoadedModel", token_ids: Sequence[int], params: "SamplingPa
 
 
 def config_for_jobs(
-    jobs: Sequence[Job], kv_pool_bytes: int, tokens_per_page: int, *, compilation_cache: bool
+    jobs: Sequence[Job], spec: ModelSpec, kv_pool_bytes: int, tokens_per_page: int, *, compilation_cache: bool
 ) -> "EngineConfig":
-    """An engine for `jobs`. Raises EngineConfigError.
+    """An engine for `jobs`, with pools of at most `kv_pool_bytes`. Raises EngineConfigError.
 
-    Of the jobs only their number counts, and that rounded: the sizes of an engine are in all that it compiles, and
-    what was compiled for one prompt should serve the next.
+    Every size is in a few coarse steps: the sizes of an engine are in all that it compiles, and what was compiled for
+    one prompt should serve the next.
     """
     from kv_execution import EngineConfig
 
+    tokens = sum(min(len(job.token_ids) + job.params.max_tokens, spec.max_context) for job in jobs)
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES[spec.dtype]
+    # Pages that are not full, and the one of padding, come on top.
+    needed = (tokens + (len(jobs) + 1) * tokens_per_page) * token_bytes
+    smaller = (kv_pool_bytes // 16, kv_pool_bytes // 4)
     return EngineConfig(
-        kv_pool_bytes=kv_pool_bytes,
+        kv_pool_bytes=next((size for size in smaller if size >= needed), kv_pool_bytes),
         tokens_per_page=tokens_per_page,
         max_requests=min(MAX_BATCH, 1 << (len(jobs) - 1).bit_length()),
         max_step_tokens=MAX_STEP_TOKENS,
@@ -155,6 +165,7 @@ def start_engine(
         shapes = plan.shapes if params is None else engine.shapes_needed([job.token_ids for job in jobs or ()], params)
         with compile_progress(console, len(shapes)) as progress:
             engine.warmup_paged(progress, shapes=shapes, params=params)
+    release_unused_memory()
     # What there is by now stays, so it need not be looked through for garbage ever again.
     gc.freeze()
     gc.enable()

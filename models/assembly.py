@@ -1,9 +1,9 @@
 """From the tensors of a checkpoint to the parameters of a decoder: names and shapes checked first, then stack by stack.
 
 Layers are written one at a time into their stack in its final dtype, and a stack goes to the device before the next is
-begun, so peak memory is the model, one stack and one tensor. Block-quantized tensors stay quantized where a whole stack
-has one kind; layers of different kinds are dequantized to the compute dtype, because re-encoding one would change its
-values.
+begun, so peak memory is the model, one stack and one tensor, and one stack's share of the mapped file. Block-quantized
+tensors stay quantized where a whole stack has one kind; layers of different kinds are dequantized to the compute dtype,
+because re-encoding one would change its values.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A dense array, or a quantized matrix with numpy parts."""
+
+    def release(self) -> None:
+        """Let go of the pages of the file that reading has brought in; the arrays it returned are done with."""
 
 
 def by_path(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -129,6 +132,7 @@ def assemble(
         placed = jax.block_until_ready(
             jax.device_put(reader.matrix(shape, dtype) if is_matrix else reader.dense(shape, "float32"))
         )
+        checkpoint.release()
         _insert(parameters, path, placed)
         done += math.prod(shape)
         if progress is not None:

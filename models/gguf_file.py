@@ -7,6 +7,7 @@ whatever numpy raises; tests hold the two equal. Every length is checked against
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,10 +80,11 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """metadata holds numbers, strings and lists, by key; tensors by name."""
+    """metadata holds numbers, strings and lists, by key; tensors by name, in the mapping of the whole file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    mapping: mmap.mmap
 
 
 class _CutShort(Exception):
@@ -101,9 +103,11 @@ def read_gguf(path: Path) -> GgufFile:
         UnsupportedModelError: a version or a tensor's storage type is not implemented.
     """
     try:
-        data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    data = np.frombuffer(mapping, np.uint8)
     if data[: len(MAGIC)].tobytes() != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file (it begins with {data[:4].tobytes()!r}): check the path")
     cursor = _Cursor(data, len(MAGIC))
@@ -127,7 +131,7 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{path} is damaged (general.alignment is {alignment!r}): get it again")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufFile(metadata, {info.name: _map_tensor(path, data, start, info) for info in infos})
+    return GgufFile(metadata, {info.name: _map_tensor(path, data, start, info) for info in infos}, mapping)
 
 
 class _Cursor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class GgufCheckpoint:
         file = read_gguf(path)
         self.metadata: dict[str, Any] = file.metadata
         self._tensors = file.tensors
+        self._mapping = file.mapping
 
     @property
     def names(self) -> Collection[str]:
@@ -54,6 +56,10 @@ class GgufCheckpoint:
         if kind is None:
             return tensor.data.view(_DENSE[tensor.storage.name]).reshape(tensor.shape)
         return split_blocks(tensor.data, kind)
+
+    def release(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def frequency_divisors(self) -> tuple[float, ...] | None:
         """RoPE frequency factors, which GGUF keeps as a tensor."""
