@@ -2,12 +2,11 @@
 
 Rows that need one token go first, then prefill chunks, then requests admitted from the queue. Pages go by seniority:
 when they run out the most junior request is preempted, which frees its pages and keeps its tokens, until the seniors
-fit. The most senior request can therefore always go on, which bounds the steps of any workload. A request is admitted
-only where pages for all its tokens can be had beyond those that running rows still have to take, and may push out only
-requests of strictly lower priority. Nothing changes where a step cannot be formed.
+fit. The most senior request can therefore always go on, which bounds the steps of any workload. Who is admitted is up
+to `admission`. Nothing changes where a step cannot be formed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +15,12 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
+from kv_control.admission import Admission, Granted
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.prefix_trie import page_digest
-from kv_control.queue import AGING_STEPS, LOOK_PAST, QueuedRequest, Seniority, WaitingQueue
+from kv_control.queue import AGING_STEPS, QueuedRequest, Seniority, WaitingQueue
 from kv_control.request_map import RequestHandle
-from kv_control.residency import Residency, Share
+from kv_control.residency import Residency
 from kv_control.running import Int32Array, Int64Array
 
 
@@ -58,13 +58,6 @@ class StepPlan(NamedTuple):
     preempted: tuple[int, ...]
 
 
-class _Granted(NamedTuple):
-    """Rows [n] of a step being formed, most senior first, and how many tokens [n] each computes."""
-
-    rows: Int64Array
-    tokens: Int64Array
-
-
 class Scheduler:
     """Owns the queue and, through `residency`, the running rows and their pages."""
 
@@ -93,8 +86,8 @@ class Scheduler:
         self._max_context = max_context
         self._max_step_tokens = max_step_tokens
         self._max_waiting = max_waiting
-        self._longest_prefix_first = longest_prefix_first
         self._waiting = WaitingQueue()
+        self._admission = Admission(self.residency, self._waiting, longest_prefix_first=longest_prefix_first)
         self._arrivals = 0
         self._steps = 0
 
@@ -160,18 +153,20 @@ class Scheduler:
         all of its tokens are known. None then means that the step needs a preemption first.
         """
         preempted: list[int] = []
-        if not self._make_way(preempted, may_preempt):
+        in_the_way = self._admission.rows_in_the_way()
+        if in_the_way.size and not may_preempt:
             return None
+        preempted += [self._preempt(row) for row in in_the_way.tolist()]
         rows = self.running.by_seniority(np.flatnonzero(self.residency.request_map.live & ~self.running.held))
         want = self.running.kv_goal(rows) - self.running.kv_len[rows]
-        fitted = self._fit_pages(_Granted(rows, self._within_budget(want)), preempted, may_preempt)
+        fitted = self._fit_pages(Granted(rows, self._within_budget(want)), preempted, may_preempt)
         if fitted is None:
             return None
         admitted: tuple[int, ...] = ()
         if len(fitted.rows) == len(rows) and len(self._waiting):
-            entered = self._admit(fitted, made_way=bool(preempted))
+            entered = self._admission.admit(self._max_step_tokens - int(fitted.tokens.sum()), made_way=bool(preempted))
             admitted = tuple(entered.rows.tolist())
-            fitted = _Granted(*(np.concatenate(pair) for pair in zip(fitted, entered, strict=True)))
+            fitted = Granted(*(np.concatenate(pair) for pair in zip(fitted, entered, strict=True)))
         active = fitted.tokens > 0
         if not active.any():
             return None
@@ -250,7 +245,7 @@ class Scheduler:
         before = np.cumsum(chunks) - chunks
         return np.where(single, 1, np.clip(left - before, 0, chunks))
 
-    def _fit_pages(self, granted: _Granted, preempted: list[int], may_preempt: bool) -> _Granted | None:
+    def _fit_pages(self, granted: Granted, preempted: list[int], may_preempt: bool) -> Granted | None:
         """Cut or preempt from the junior end until the pages suffice; None where it has to preempt and may not, or
         where not even that leaves anything to compute.
         """
@@ -265,7 +260,7 @@ class Scheduler:
         pages = int(self.residency.request_map.page_count[rows[last]] + room[last])
         most = pages * self.layout.tokens_per_page - int(self.running.kv_len[rows[last]])
         tokens[last] = min(int(tokens[last]), most)
-        fitted = _Granted(rows[: last + 1], tokens[: last + 1])
+        fitted = Granted(rows[: last + 1], tokens[: last + 1])
         if last + 1 < len(rows):
             if not may_preempt or not fitted.tokens.any():
                 return None
@@ -277,95 +272,6 @@ class Scheduler:
         self.residency.leave(request.request_id)
         self._waiting.push(request)
         return request.request_id
-
-    def _make_way(self, preempted: list[int], may_preempt: bool) -> bool:
-        """Preempt requests of strictly lower priority for the head of the queue, where that lets it in.
-
-        False where that needs a preemption that may not be.
-        """
-        head = next(iter(self._waiting.first(1)), None)
-        if head is None:
-            return True
-        juniors = self._pushed_out_by(head)
-        share = self.residency.find(head) if juniors.size else None
-        if share is None:
-            return True
-        share = share.without_fork()
-        missing = self._pages_to_admit(head, share) + self._outstanding_pages() - self.residency.room_beside(share)
-        no_row = self.residency.request_map.free_rows == 0
-        if missing <= 0 and not no_row:
-            return True
-        gains = self.residency.pages_gained(juniors, share.held_pages) + np.cumsum(self._outstanding(juniors))
-        if gains[-1] < missing:
-            return True
-        if not may_preempt:
-            return False
-        count = max(int(np.searchsorted(gains, missing)) + 1, 1)
-        preempted += [self._preempt(row) for row in juniors[:count].tolist()]
-        return True
-
-    def _pushed_out_by(self, head: QueuedRequest) -> Int64Array:
-        """Rows that `head` may preempt, most junior first."""
-        running = self.running
-        lower = self.residency.request_map.live & ~running.held & (running.priority < head.priority)
-        # A request that has aged past `head` is its senior, whatever its priority.
-        lower &= running.senior_step > head.seniority.step
-        return running.by_seniority(np.flatnonzero(lower))[::-1]
-
-    def _outstanding(self, rows: Int64Array) -> Int64Array:
-        """Pages [n] that `rows` [n] still have to take for the tokens they have."""
-        missing = self.residency.pages_needed(rows, self.running.kv_goal(rows) - self.running.kv_len[rows])
-        return np.maximum(missing, 0)
-
-    def _outstanding_pages(self) -> int:
-        return int(self._outstanding(np.flatnonzero(self.residency.request_map.live)).sum())
-
-    def _pages_to_admit(self, request: QueuedRequest, share: Share) -> int:
-        # One token beyond what is there, so that a preempted request gets further than it was before.
-        tokens = min(len(request.token_ids) + 1, request.max_tokens_total - 1)
-        return self.layout.pages_for(tokens) - share.pages.size
-
-    def _admit(self, granted: _Granted, *, made_way: bool) -> _Granted:
-        """Start waiting requests in what is left of the budget, the rows and the pages."""
-        budget = self._max_step_tokens - int(granted.tokens.sum())
-        outstanding = self._outstanding_pages()
-        rows: list[int] = []
-        tokens: list[int] = []
-        refused: list[int] = []
-        for request, share in self._candidates(made_way=made_way):
-            if budget <= 0 or not self.residency.request_map.free_rows:
-                break
-            if any(map(self._waiting.passed_too_often, refused)):
-                break
-            needed = self._pages_to_admit(request, share)
-            fitted = self.residency.fitted(share, needed + outstanding)
-            if fitted is None:
-                refused.append(request.request_id)
-                continue
-            self._waiting.start(request)
-            rows.append(self.residency.enter(request, fitted, held=False).row)
-            tokens.append(min(len(request.token_ids) - int(self.running.kv_len[rows[-1]]), budget))
-            budget -= tokens[-1]
-            outstanding += needed
-        return _Granted(np.asarray(rows, np.int64), np.asarray(tokens, np.int64))
-
-    def _candidates(self, *, made_way: bool) -> Iterator[tuple[QueuedRequest, Share]]:
-        """Waiting requests in the order of admission, with what they could share; none that had better wait."""
-        waiting = self._waiting.first(self.residency.request_map.free_rows + LOOK_PAST)
-        # Where others had to make way it was for the head of the queue, and nobody may take its place.
-        if self._longest_prefix_first and not made_way:
-            waiting.sort(key=self._prefix_order)
-        for request in waiting:
-            # Looked up one by one: each may wait for what the one before it has just begun to compute.
-            share = self.residency.find(request)
-            if share is not None:
-                yield request, share
-
-    def _prefix_order(self, request: QueuedRequest) -> tuple[bool, int, int]:
-        """Longest cached prefix first among equal priorities, behind whoever has been passed too often."""
-        share = self.residency.find(request)
-        cached = 0 if share is None else share.cached_tokens(self.layout.tokens_per_page)
-        return not self._waiting.passed_too_often(request.request_id), -request.priority, -cached
 
     def _plan(
         self, rows: Int64Array, tokens: Int64Array, admitted: tuple[int, ...], preempted: tuple[int, ...]

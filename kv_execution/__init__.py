@@ -2,7 +2,9 @@
 
 from kv_execution.batcher import Batcher, PromptError
 from kv_execution.config import EngineConfig, EngineConfigError
-from kv_execution.engine import EnginePlan, EngineStats, NotInitializedError, PagedEngine, PrefillResult
+from kv_execution.engine import NotInitializedError, PagedEngine
+from kv_execution.engine_values import EnginePlan, EngineStats
+from kv_execution.held_requests import PrefillResult
 from kv_execution.processes import PeerLostError, ProcessGroup, ProcessGroupError, join_processes
 from kv_execution.requests import GenerationResult, TokenLogprob, TokenOutput
 from kv_execution.runtime import InterruptedStepError

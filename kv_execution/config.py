@@ -28,6 +28,8 @@ class EngineConfig:
         tensor_parallel: the number of devices that the model must have been loaded over; None for whatever that is.
         unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy
             a layer's weights out of their stack.
+        compilation_cache: keep what is compiled in the user's cache folder, unless jax was given another folder or
+            none. It is a setting of the whole process, so it counts in the first engine that has it.
         debug: check every invariant after every step, and fill freed pages with NaN so that any read is loud.
     """
 
@@ -43,6 +45,7 @@ class EngineConfig:
     provider: str = "auto"
     tensor_parallel: int | None = None
     unroll_layers: bool = False
+    compilation_cache: bool = True
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class EngineConfig:
             if not (whole and value >= least) and not (optional and value is None):
                 wanted = f"a whole number of at least {least}" + (", or None" if optional else "")
                 raise EngineConfigError(f"{name} is {value!r}; give {wanted}")
-        for name in ("prefix_cache", "longest_prefix_first", "unroll_layers", "debug"):
+        for name in ("prefix_cache", "longest_prefix_first", "unroll_layers", "compilation_cache", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.max_step_tokens < self.max_requests:

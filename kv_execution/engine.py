@@ -4,31 +4,32 @@ By hand, with handles: `prefill_paged`, `generate_paged`, `release`; pages stay 
 in bulk: `batcher` for continuous batching, `generate` for a list. Both share one runtime, so they may be mixed.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
-from kv_common.layout import KvStorageLayoutV1, layout_for_budget
-from kv_common.model_spec import ModelSpec
+from kv_common.layout import layout_for_budget
 from kv_common.namespace import CacheNamespace
 from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_control.scheduler import Scheduler
-from kv_execution.batcher import Batcher, check_params, checked_prompt, make_request
+from kv_execution.batcher import Batcher, check_params, checked_prompt
+from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.engine_values import EnginePlan, EngineStats, engine_stats
+from kv_execution.held_requests import HeldRequests, PrefillResult
+from kv_execution.needed_shapes import shapes_needed
 from kv_execution.processes import agreed_clock, seed_source
 from kv_execution.protocols import CausalModel
-from kv_execution.requests import FinishReason, GenerationResult, TokenLogprob, TokenOutput
+from kv_execution.requests import GenerationResult, TokenOutput
 from kv_execution.runtime import PagedRuntime
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
@@ -40,47 +41,6 @@ logger = logging.getLogger(__name__)
 
 class NotInitializedError(JaxkvError):
     """The runtime is used before `init_paged_runtime`."""
-
-
-class EnginePlan(NamedTuple):
-    """What an engine will allocate and compile, known before it does either."""
-
-    spec: ModelSpec
-    layout: KvStorageLayoutV1
-    max_context: int
-    shapes: tuple[StepShape, ...]
-    platform: str
-    provider: str
-    provider_reason: str
-
-
-class EngineStats(NamedTuple):
-    """Counts since the runtime was initialised; `traces` counts the programs traced since the engine was made."""
-
-    pages_in_use: int
-    peak_pages_in_use: int
-    cached_pages: int
-    free_pages: int
-    running: int
-    waiting: int
-    steps: int
-    prefill_tokens: int
-    decode_tokens: int
-    preemptions: int
-    copied_pages: int
-    traces: int
-    shapes_used: int
-
-
-class PrefillResult(NamedTuple):
-    """A held request and its first token; `cached_tokens` is how much of the prompt was not computed."""
-
-    handle: RequestHandle
-    token: int
-    logprob: float
-    top_logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason | None
-    cached_tokens: int
 
 
 class PagedEngine:
@@ -110,6 +70,8 @@ class PagedEngine:
                 f"tensor_parallel is {config.tensor_parallel}, but the model's parameters are spread over {width} "
                 f"devices; load it with load_model(..., tensor_parallel={config.tensor_parallel})"
             )
+        if config.compilation_cache:
+            use_compilation_cache()
         self._layout = layout_for_budget(
             pool_bytes=config.kv_pool_bytes,
             num_layers=spec.num_layers,
@@ -144,10 +106,10 @@ class PagedEngine:
         )
         self._runtime: PagedRuntime | None = None
         self._batcher: Batcher | None = None
+        self._held: HeldRequests | None = None
         self._request_ids = itertools.count()
         self._clock = agreed_clock(clock, mesh)
         self._draw_seed = seed_source(mesh)
-        self._held: dict[int, RequestHandle] = {}
 
     def describe(self) -> EnginePlan:
         """What the engine allocates and compiles."""
@@ -167,21 +129,12 @@ class PagedEngine:
         A second call starts afresh; what is compiled stays.
         """
         layout, config = self._layout, self.config
-        self._runtime = self._batcher = None  # the old pools go before the new ones come
-        scheduler = Scheduler(
-            layout,
-            max_requests=config.max_requests,
-            max_step_tokens=config.max_step_tokens,
-            max_context=self._buckets.max_context,
-            max_waiting=config.max_waiting,
-            prefix_cache=config.prefix_cache,
-            longest_prefix_first=config.longest_prefix_first,
-        )
+        self._runtime = self._batcher = self._held = None  # the old pools go before the new ones come
         self._runtime = PagedRuntime(
             self.model.params,
             self._provider.provider,
             self._programs,
-            scheduler,
+            self._new_scheduler(),
             self._buckets,
             mesh=self.model.tensor_mesh,
             debug=config.debug,
@@ -208,7 +161,7 @@ class PagedEngine:
             clock=self._clock,
             draw_seed=self._draw_seed,
         )
-        self._held = {}
+        self._held = HeldRequests(self._runtime, self.model.spec, self._request_ids, draw_seed=self._draw_seed)
         logger.info(
             "paged runtime: %d pages of %d tokens (%d tokens, %.1f MiB of %s), %s kernels",
             layout.usable_pages,
@@ -220,11 +173,30 @@ class PagedEngine:
         )
         return self.describe()
 
-    def warmup_paged(self, progress: Callable[[int, StepShape], None] | None = None) -> tuple[StepShape, ...]:
-        """Compile every shape that a step can have, and return them; `progress(done, shape)` is called before each."""
-        shapes = self._buckets.reachable()
-        self._require_runtime().warm_up(shapes, progress)
+    def warmup_paged(
+        self,
+        progress: Callable[[int, StepShape], None] | None = None,
+        *,
+        shapes: Sequence[StepShape] | None = None,
+        params: Sequence[SamplingParams] | None = None,
+    ) -> tuple[StepShape, ...]:
+        """Compile `shapes`, or every shape that a step can have, and return them; `progress(done, shape)` is called
+        before each. `params` are all that will be used; without them, any may be.
+        """
+        shapes = self._buckets.reachable() if shapes is None else tuple(shapes)
+        plain = (True, False) if params is None else {each.is_plain for each in params}
+        self._require_runtime().warm_up(shapes, progress, plain=plain)
         return shapes
+
+    def shapes_needed(
+        self, prompts: Sequence[Sequence[int] | NDArray[np.integer]], params: Sequence[SamplingParams]
+    ) -> tuple[StepShape, ...]:
+        """The shapes that `prompts` alone will reach, for `warmup_paged`; `params` are one per prompt.
+
+        Raises PromptError, RequestTooLargeError or QueueFullError for prompts that `generate` would refuse.
+        """
+        checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
+        return shapes_needed(self._new_scheduler(), self._buckets, checked, params)
 
     def prefill_paged(
         self,
@@ -240,49 +212,21 @@ class PagedEngine:
         Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
         held then.
         """
-        runtime, params = self._require_runtime(), params or SamplingParams()
+        held, params = self._require_held(), params or SamplingParams()
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
         check_params(params, self.model.spec)
-        request_id = next(self._request_ids)
-        handle = runtime.scheduler.hold(
-            request_id, prompt, max_new_tokens=params.max_tokens, namespace=self._namespace_of(cache_salt)
-        )
-        total = int(runtime.scheduler.running.max_tokens_total[handle.row])
-        request = make_request(request_id, len(prompt), total, params, self.model.spec, self._draw_seed)
-        runtime.requests[request_id] = request
-        runtime.begin(handle.row, request)
-        self._held[request_id] = handle
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._discard, handle)
-            outputs: list[TokenOutput] = []
-            while not outputs:
-                outputs = self._run_held([handle])
-            undo.pop_all()
-        first = outputs[0]
-        assert first.token is not None
-        return PrefillResult(
-            handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, first.cached_tokens
-        )
+        return held.prefill(prompt, params, self._namespace_of(cache_salt))
 
     def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
         """One more token for every held request that has not finished.
 
         Raises OutOfPagesError, with nothing changed, where their next tokens do not all fit: release a handle then.
         """
-        runtime = self._require_runtime()
-        going = [
-            handle
-            for request_id, handle in self._held.items()
-            if runtime.requests[request_id].outputs[-1].finish_reason is None
-        ]
-        if not going:
-            return {}
-        return {self._held[output.request_id]: output for output in self._run_held(going)}
+        return self._require_held().generate()
 
     def release(self, handle: RequestHandle) -> None:
         """Free a held request's row and pages. Raises StaleHandleError where it was released before."""
-        self._require_runtime().scheduler.residency.request_map.row_of(handle)
-        self._discard(handle)
+        self._require_held().release(handle)
 
     def batcher(self) -> Batcher:
         """The engine's queue for continuous batching."""
@@ -326,48 +270,12 @@ class PagedEngine:
 
         Raises what `prefill_paged` raises.
         """
-        runtime = self._require_runtime()
-        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        # Every token has to be computed for its logits, so nothing is taken from the cache.
-        handle = runtime.scheduler.hold(
-            next(self._request_ids),
-            prompt,
-            max_new_tokens=1,
-            namespace=self._namespace_of(""),
-            read_cache=False,
-        )
-        try:
-            parts = []
-            runtime.begin(handle.row)
-            rows = np.array([handle.row])
-            while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
-                with runtime.step():
-                    parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
-            return np.concatenate(parts)
-        finally:
-            if not runtime.interrupted:
-                runtime.scheduler.finish(handle.request_id)
+        held = self._require_held()
+        return held.score(checked_prompt(token_ids, self.model.spec.vocab_size), self._namespace_of(""))
 
     def stats(self) -> EngineStats:
         """Counts of the running engine."""
-        runtime = self._require_runtime()
-        scheduler, counters = runtime.scheduler, runtime.counters
-        allocator = scheduler.residency.allocator
-        return EngineStats(
-            pages_in_use=allocator.live_pages,
-            peak_pages_in_use=counters.peak_pages_in_use,
-            cached_pages=allocator.cached_pages,
-            free_pages=allocator.free_pages,
-            running=scheduler.residency.num_running,
-            waiting=scheduler.num_waiting,
-            steps=counters.steps,
-            prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
-            preemptions=counters.preemptions,
-            copied_pages=counters.copied_pages,
-            traces=self._traces,
-            shapes_used=len(counters.shapes),
-        )
+        return engine_stats(self._require_runtime(), self._traces)
 
     def prefix_statistics(self) -> PrefixStatistics:
         """Hits, misses by reason, and evictions of the prefix cache."""
@@ -377,20 +285,19 @@ class PagedEngine:
         """Forget every cached prefix and return how many pages that freed; running requests keep theirs."""
         return len(self._require_runtime().scheduler.residency.trie.reset())
 
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._layout,
+            max_requests=self.config.max_requests,
+            max_step_tokens=self.config.max_step_tokens,
+            max_context=self._buckets.max_context,
+            max_waiting=self.config.max_waiting,
+            prefix_cache=self.config.prefix_cache,
+            longest_prefix_first=self.config.longest_prefix_first,
+        )
+
     def _namespace_of(self, cache_salt: str) -> bytes:
         return dataclasses.replace(self._namespace, tenant=cache_salt).digest()
-
-    def _run_held(self, handles: list[RequestHandle]) -> list[TokenOutput]:
-        runtime = self._require_runtime()
-        with runtime.step():
-            plan = runtime.scheduler.schedule_held(np.array([handle.row for handle in handles]))
-            return runtime.collect(runtime.dispatch(plan))
-
-    def _discard(self, handle: RequestHandle) -> None:
-        runtime = self._runtime
-        if runtime is not None and not runtime.interrupted:
-            runtime.scheduler.finish(handle.request_id)
-            del self._held[handle.request_id], runtime.requests[handle.request_id]
 
     def _count_trace(self) -> None:
         self._traces += 1
@@ -401,14 +308,19 @@ class PagedEngine:
         self._runtime.require_sound()
         return self._runtime
 
+    def _require_held(self) -> HeldRequests:
+        self._require_runtime()
+        assert self._held is not None
+        return self._held
+
 
 def _result(outputs: list[TokenOutput]) -> GenerationResult:
     reason = outputs[-1].finish_reason
     assert reason is not None
     return GenerationResult(
         tokens=tuple(output.token for output in outputs if output.token is not None),
-        logprobs=tuple(output.logprob for output in outputs if output.token is not None),
-        top_logprobs=tuple(output.top_logprobs for output in outputs if output.token is not None),
+        logprobs=tuple(output.logprob for output in outputs if output.logprob is not None),
+        top_logprobs=tuple(output.top_logprobs for output in outputs if output.logprob is not None),
         finish_reason=reason,
         cached_tokens=outputs[-1].cached_tokens,
     )

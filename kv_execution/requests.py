@@ -1,6 +1,5 @@
 """What a caller gets back from a request: token by token, or whole."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -19,19 +18,21 @@ class TokenLogprob(NamedTuple):
 class TokenOutput(NamedTuple):
     """One generated token. `finish_reason` is set on a request's last; a token that stopped it is included.
 
-    A request that ran out of time ends with an output of no token: `token` is None and `logprob` NaN.
+    `logprob` is None where `SamplingParams.logprobs` did not ask for it. A request that ran out of time ends with an
+    output of no token: `token` is None.
     """
 
     request_id: int
     token: int | None
-    logprob: float
+    logprob: float | None
     top_logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason | None
     cached_tokens: int
 
 
 class GenerationResult(NamedTuple):
-    """Everything that one request generated; `logprobs` and `top_logprobs` are aligned with `tokens`.
+    """Everything that one request generated; `logprobs` and `top_logprobs` are aligned with `tokens`, or empty where
+    they were not asked for.
 
     `cached_tokens` of its tokens were not computed when it last started, since their K/V was there.
     """
@@ -56,7 +57,7 @@ class Request:
     cached_tokens: int = 0
     outputs: list[TokenOutput] = field(default_factory=list)
 
-    def accept(self, token: int, logprob: float, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
+    def accept(self, token: int, logprob: float | None, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
         """Take the next token and say whether it is the last."""
         reason: FinishReason | None = None
         if token in self.stop_token_ids:
@@ -69,6 +70,6 @@ class Request:
 
     def expire(self) -> TokenOutput:
         """End for lack of time."""
-        output = TokenOutput(self.request_id, None, math.nan, (), "deadline", self.cached_tokens)
+        output = TokenOutput(self.request_id, None, None, (), "deadline", self.cached_tokens)
         self.outputs.append(output)
         return output

@@ -6,7 +6,7 @@ on this one. The state is donated and rebound in one statement.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,25 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
-from kv_common.page_table import KvPageTableV1
-from kv_control.buckets import ShapeBuckets, StepShape, page_entries, scrub_entries
+from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.scheduler import Scheduler, StepPlan
+from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.processes import PeerLostError
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
-from kv_execution.sampling import Sampled, SamplingInputs, empty_sampler_state, set_request
+from kv_execution.sampler_state import empty_sampler_state, set_request
+from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs
 from kv_execution.sampling_table import SamplingTable
-from kv_execution.step import DeviceState, ForwardInputs, StepPrograms
-from kv_kernels.provider import KernelProvider, PlanShape
+from kv_execution.step import DeviceState, GreedyResult, SampleResult, StepPrograms
+from kv_execution.step_inputs import StepInputs
+from kv_kernels.provider import KernelProvider
 from kv_kernels.tensor_parallel import TensorMesh
 
 
 class DispatchedStep(NamedTuple):
-    """A step on its way: the plan, and arrays that the device is filling."""
+    """A step on its way: the plan, and arrays that the device is filling; `sampled` where more than `token` [rows] is
+    asked for.
+    """
 
     plan: StepPlan
-    sampled: Sampled
+    token: jax.Array
+    sampled: Sampled | None
 
 
 class InterruptedStepError(JaxkvError):
@@ -72,18 +77,21 @@ class PagedRuntime:
         self.requests: dict[int, Request] = {}
         self.counters = RuntimeCounters()
         self._params = params
-        self._provider = provider
         self._programs = programs
         self._debug = debug
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
         self._table = SamplingTable(buckets.max_rows)
-        self.state = DeviceState(
-            pools=allocate_pools(self.layout, mesh),
-            sampler=empty_sampler_state(
-                buckets.max_rows, buckets.max_context, None if mesh is None else mesh.replicated
-            ),
-        )
+        self._inputs = StepInputs(provider, self.layout, buckets.max_rows, mesh)
+        self._ran: set[tuple[StepShape, type]] = set()
+        with reporting_cache_faults():
+            self.state = DeviceState(
+                pools=allocate_pools(self.layout, mesh),
+                sampler=empty_sampler_state(
+                    buckets.max_rows, buckets.max_context, None if mesh is None else mesh.replicated
+                ),
+            )
+            self._set_request(self.buckets.max_rows, np.zeros(0, np.int32), {})  # a row past the last changes nothing
 
     @property
     def interrupted(self) -> bool:
@@ -122,14 +130,26 @@ class PagedRuntime:
             ) from error
         self._interrupted = False
 
-    def warm_up(self, shapes: Iterable[StepShape], progress: Callable[[int, StepShape], None] | None = None) -> None:
-        """Compile and run the step of every shape on padding alone, which changes nothing but the padding page."""
+    def warm_up(
+        self,
+        shapes: Iterable[StepShape],
+        progress: Callable[[int, StepShape], None] | None = None,
+        *,
+        plain: Collection[bool] = (True, False),
+    ) -> None:
+        """Compile the step of every shape, and run nothing; with the sampler of steps that are `plain` (see
+        SamplingParams), of those that are not, or both.
+        """
         for done, shape in enumerate(shapes):
             if progress is not None:
                 progress(done, shape)
-            with self.step():
-                jax.block_until_ready(self._run(None, shape))
-        self._set_request(self.buckets.max_rows, np.zeros(0, np.int32), {})  # a row past the last changes nothing
+            with reporting_cache_faults():
+                forward = self._programs.forward.lower(self._params, self.state, self._inputs.of(None, shape))
+                forward.compile()
+                logits = forward.out_info.logits
+                for each in plain:
+                    sampling = self._table.padding(shape.rows, plain=each)
+                    self._sampler(sampling).lower(logits, self.state.sampler, sampling).compile()
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
@@ -149,47 +169,57 @@ class PagedRuntime:
             self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
         shape = self._shape_of(plan)
         self._check(plan)
-        sampled = self._run(plan, shape)
+        sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, shape.rows)
+        chosen = self._run(plan, shape, sampling)
         self._poison_freed()
         self._count(plan, shape)
-        return DispatchedStep(plan, sampled)
+        return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
 
     def collect(self, step: DispatchedStep) -> list[TokenOutput]:
         """Wait for a step's tokens and hand them to their requests, in the order of the step's rows."""
-        sampled = Sampled(*(np.asarray(array) for array in step.sampled))
-        gained = np.flatnonzero(
-            self.scheduler.retire(step.plan, np.asarray(sampled.token[: len(step.plan.rows)], np.int32))
-        )
-        return [self._accept(int(step.plan.request_ids[index]), sampled, index) for index in gained.tolist()]
+        tokens = np.asarray(step.token)[: len(step.plan.rows)]
+        sampled = None if step.sampled is None else Sampled(*(np.asarray(array) for array in step.sampled))
+        gained = np.flatnonzero(self.scheduler.retire(step.plan, tokens))
+        return [
+            self._accept(request_id, token, sampled, index)
+            for request_id, token, index in zip(
+                step.plan.request_ids[gained].tolist(), tokens[gained].tolist(), gained.tolist(), strict=True
+            )
+        ]
 
     def score(self, plan: StepPlan) -> NDArray[np.float32]:
         """Run a step of one held request: log-probabilities [tokens, vocab] of what follows each of its tokens."""
         shape = self._shape_of(plan)
         self._check(plan)
-        inputs = self._inputs(plan, shape)
-        self.state, logprobs = self._programs.score(self._params, self.state, inputs)
+        with reporting_cache_faults():
+            self.state, logprobs = self._programs.score(self._params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         return np.asarray(logprobs)[: plan.table.tokens]
 
-    def _run(self, plan: StepPlan | None, shape: StepShape) -> Sampled:
-        self.state, logits = self._programs.forward(self._params, self.state, self._inputs(plan, shape))
-        sampling = self._sampling_inputs(plan, shape)
-        sampler, sampled = self._programs.sample(logits, self.state.sampler, sampling)
-        self.state = self.state._replace(sampler=sampler)
-        return sampled
+    def _run(
+        self, plan: StepPlan, shape: StepShape, sampling: GreedyInputs | SamplingInputs
+    ) -> GreedyResult | SampleResult:
+        """Start both programs of a step, the second by what `sampling` asks for."""
+        with reporting_cache_faults() if (shape, type(sampling)) not in self._ran else contextlib.nullcontext():
+            inputs = self._inputs.of(plan, shape)
+            self.state, logits = self._programs.forward(self._params, self.state, inputs)
+            chosen: GreedyResult | SampleResult = self._sampler(sampling)(logits, self.state.sampler, sampling)
+            self.state = self.state._replace(sampler=chosen.state)
+        self._ran.add((shape, type(sampling)))
+        return chosen
 
-    def _accept(self, request_id: int, sampled: Sampled, index: int) -> TokenOutput:
+    def _sampler(self, sampling: GreedyInputs | SamplingInputs) -> jax.stages.Wrapped:
+        return self._programs.greedy if isinstance(sampling, GreedyInputs) else self._programs.sample
+
+    def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         request = self.requests[request_id]
-        top = tuple(
-            TokenLogprob(int(token), float(logprob))
-            for token, logprob in zip(
-                sampled.top_ids[index, : request.params.top_logprobs],
-                sampled.top_logprobs[index, : request.params.top_logprobs],
-                strict=True,
-            )
-            if token >= 0
+        if sampled is None or not request.params.logprobs:
+            return request.accept(token, None, ())
+        wanted = request.params.top_logprobs
+        top = zip(sampled.top_ids[index, :wanted].tolist(), sampled.top_logprobs[index, :wanted].tolist(), strict=True)
+        return request.accept(
+            token, float(sampled.logprob[index]), tuple(TokenLogprob(*entry) for entry in top if entry[0] >= 0)
         )
-        return request.accept(int(sampled.token[index]), float(sampled.logprob[index]), top)
 
     def _shape_of(self, plan: StepPlan) -> StepShape:
         return self.buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max()))
@@ -218,44 +248,6 @@ class PagedRuntime:
     def _poison(self, pages: NDArray[np.int32]) -> None:
         self.state = self.state._replace(pools=poison_pages(self.state.pools, pages, self.layout))
 
-    def _inputs(self, plan: StepPlan | None, shape: StepShape) -> ForwardInputs:
-        """The arrays of a step padded to `shape`; of padding alone where there is no plan."""
-        tokens_per_page = self.layout.tokens_per_page
-        token_rows = np.full(shape.tokens, self.buckets.max_rows, np.int32)
-        positions = np.zeros(shape.tokens, np.int32)
-        slots = np.arange(shape.tokens, dtype=np.int32) % tokens_per_page
-        scrub_pages = np.full(scrub_entries(shape, tokens_per_page), -1, np.int32)
-        copy_sources = np.zeros(shape.rows, np.int32)
-        copy_targets = np.full(shape.rows, -1, np.int32)
-        logit_rows = np.zeros(shape.rows, np.int32)
-        table = _empty_table(tokens_per_page)
-        if plan is not None:
-            table = plan.table
-            token_rows[: table.tokens] = plan.token_rows
-            positions[: table.tokens] = table.positions
-            slots[: table.tokens] = table.write_slots
-            scrub_pages[: len(plan.scrub_pages)] = plan.scrub_pages
-            copy_sources[: len(plan.copy_sources)] = plan.copy_sources
-            copy_targets[: len(plan.copy_targets)] = plan.copy_targets
-            logit_rows[: table.rows] = table.query_start[1:] - 1
-        plan_shape = PlanShape(shape.tokens, shape.rows, page_entries(shape, tokens_per_page))
-        return ForwardInputs(
-            token_rows=token_rows,
-            positions=positions,
-            slots=slots,
-            scrub_pages=scrub_pages,
-            copy_sources=copy_sources,
-            copy_targets=copy_targets,
-            logit_rows=logit_rows,
-            plan=self._provider.plan(table, plan_shape),
-        )
-
-    def _sampling_inputs(self, plan: StepPlan | None, shape: StepShape) -> SamplingInputs:
-        if plan is None:
-            none = np.zeros(0, np.int64)
-            return self._table.inputs(none, none, none.astype(np.bool_), shape.rows)
-        return self._table.inputs(plan.rows, plan.positions, plan.samples, shape.rows)
-
     def _count(self, plan: StepPlan, shape: StepShape) -> None:
         counters = self.counters
         counters.steps += 1
@@ -267,9 +259,3 @@ class PagedRuntime:
         counters.copied_pages += len(plan.copy_targets)
         counters.shapes.add(shape)
         counters.peak_pages_in_use = max(counters.peak_pages_in_use, self.scheduler.residency.allocator.live_pages)
-
-
-def _empty_table(tokens_per_page: int) -> KvPageTableV1:
-    """A step of no rows, for warm-up."""
-    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    return KvPageTableV1(none, none, start, start, none, none, none, tokens_per_page)

@@ -9,22 +9,26 @@ integer image of float32, never a sort. Log-probabilities are natural and of the
 Logits that are NaN count as -inf; a row of them yields token 0 with a NaN log-probability, which is how it shows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kv_execution.sampler_state import Column, SamplerState
 from kv_execution.sampling_params import GREEDY_BELOW_TEMPERATURE, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
-from kv_kernels.scatter import write_rows
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-Column: TypeAlias = jax.Array | np.ndarray[Any, np.dtype[Any]]
-"""One number (or more) of every row: numpy on the host, a jax array in the step."""
+
+class GreedyInputs(NamedTuple):
+    """Where the tokens of a step go, each [rows] i32, as in `SamplingInputs`."""
+
+    position: Column
+    history_row: Column
 
 
 class SamplingInputs(NamedTuple):
@@ -49,19 +53,14 @@ class SamplingInputs(NamedTuple):
     prompt_len: Column  # i32
     position: Column  # i32
     history_row: Column  # i32
+    logprobs: Column  # bool
     top_logprobs: Column  # i32
 
 
-class SamplerState(NamedTuple):
-    """What the device remembers of every request between steps; the step donates and returns it."""
-
-    history: Column  # i32 [max_requests, max_context]: token ids by position
-    bias_ids: Column  # i32 [max_requests, MAX_LOGIT_BIAS]
-    bias_values: Column  # f32 [max_requests, MAX_LOGIT_BIAS]
-
-
 class Sampled(NamedTuple):
-    """One token per row. Entries past a row's `top_logprobs` are id -1 and log-probability -inf."""
+    """One token per row. Log-probabilities mean something in rows that ask for them, entries past a row's
+    `top_logprobs` are id -1 and log-probability -inf.
+    """
 
     token: Column  # i32 [rows]
     logprob: Column  # f32 [rows]
@@ -69,49 +68,9 @@ class Sampled(NamedTuple):
     top_logprobs: Column  # f32 [rows, MAX_TOP_LOGPROBS]
 
 
-def empty_sampler_state(
-    max_requests: int, max_context: int, sharding: jax.sharding.Sharding | None = None
-) -> SamplerState:
-    """A state with room for `max_requests` sequences of `max_context` tokens, on the default device or a sharding's."""
-    return SamplerState(
-        history=jnp.zeros((max_requests, max_context), jnp.int32, device=sharding),
-        bias_ids=jnp.zeros((max_requests, MAX_LOGIT_BIAS), jnp.int32, device=sharding),
-        bias_values=jnp.zeros((max_requests, MAX_LOGIT_BIAS), jnp.float32, device=sharding),
-    )
-
-
-def set_request(
-    state: SamplerState, row: int, token_ids: np.ndarray[Any, np.dtype[Any]], logit_bias: Mapping[int, float]
-) -> SamplerState:
-    """Give `row` to a request of `token_ids` [tokens], with a bias of at most MAX_LOGIT_BIAS entries.
-
-    A row outside the state changes nothing. Donates `state`; compiles once.
-    """
-    history = np.zeros((1, state.history.shape[1]), np.int32)
-    history[0, : len(token_ids)] = token_ids
-    bias_ids = np.zeros((1, MAX_LOGIT_BIAS), np.int32)
-    bias_ids[0, : len(logit_bias)] = list(logit_bias.keys())
-    bias_values = np.zeros((1, MAX_LOGIT_BIAS), np.float32)
-    bias_values[0, : len(logit_bias)] = list(logit_bias.values())
-    return _set_rows(state, np.array([row], np.int32), SamplerState(history, bias_ids, bias_values))
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set_rows(state: SamplerState, rows: jax.Array, values: SamplerState) -> SamplerState:
-    return SamplerState(
-        *(write_rows(jnp.asarray(old), rows, jnp.asarray(new)) for old, new in zip(state, values, strict=True))
-    )
-
-
-def record_tokens(state: SamplerState, history_row: Column, position: Column, token: Column) -> SamplerState:
-    """Write tokens [n] at (history_row [n], position [n]); a pair outside the history, padding say, writes nothing."""
-    max_requests, max_context = state.history.shape
-    inside = (history_row >= 0) & (history_row < max_requests) & (position >= 0) & (position < max_context)
-    flat = jnp.where(inside, history_row * max_context + position, -1)
-    history = write_rows(jnp.asarray(state.history).reshape(-1), flat, jnp.asarray(token)).reshape(
-        max_requests, max_context
-    )
-    return state._replace(history=history)
+def sample_greedy(logits: jax.Array) -> jax.Array:
+    """The most likely token of every row of logits [rows, vocab] f32: what `sample` chooses where nothing is asked."""
+    return _argmax(_below_infinity(logits))
 
 
 def sample(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sampled:
@@ -126,7 +85,11 @@ def sample(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sa
         lambda: _argmax(jnp.where(random[:, None], processed + _gumbel(inputs, logits.shape[1]), processed)),
         lambda: _argmax(processed),
     )
-    log_normalizer = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+    log_normalizer = lax.cond(
+        jnp.any(inputs.logprobs),
+        lambda: jax.nn.logsumexp(logits, axis=1, keepdims=True),
+        lambda: jnp.zeros((logits.shape[0], 1), logits.dtype),
+    )
     logprob = jnp.take_along_axis(logits, token[:, None], axis=1) - log_normalizer
     top = _top_tokens(logits, log_normalizer, inputs.top_logprobs)
     return Sampled(token, logprob[:, 0], top.ids, top.logprobs)
@@ -186,7 +149,11 @@ def _below_infinity(logits: jax.Array) -> jax.Array:
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    return jnp.argmax(scores, axis=1).astype(jnp.int32)
+    # Through integers, whose reductions a CPU vectorizes; the lowest of equals, as jnp.argmax has it.
+    keys = lax.bitcast_convert_type(_ordered_keys(scores) ^ np.uint32(0x80000000), jnp.int32)
+    ids = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    best = keys == jnp.max(keys, axis=1, keepdims=True)
+    return jnp.min(jnp.where(best, ids, scores.shape[1]), axis=1)
 
 
 def _occurrences(state: SamplerState, inputs: SamplingInputs, start: Column, vocab_size: int) -> jax.Array:

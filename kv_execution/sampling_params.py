@@ -113,6 +113,17 @@ class SamplingParams:
         """Whether every token is the most likely one, so that the seed does not matter."""
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the most likely token is all that is asked for, of logits as they are."""
+        return (
+            self.is_greedy
+            and self.repetition_penalty == 1
+            and self.presence_penalty == self.frequency_penalty == 0
+            and not self.logit_bias
+            and not self.logprobs
+        )
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that a vocabulary of `vocab_size` tokens does not have.
 

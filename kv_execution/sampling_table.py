@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_execution.requests import Request
-from kv_execution.sampling import SamplingInputs
+from kv_execution.sampling import GreedyInputs, SamplingInputs
 from kv_execution.sampling_params import seed_words
 
 
@@ -26,8 +26,10 @@ class SamplingTable:
             prompt_len=np.zeros(max_requests, np.int32),
             position=np.zeros(max_requests, np.int32),
             history_row=np.arange(max_requests, dtype=np.int32),
+            logprobs=np.zeros(max_requests, np.bool_),
             top_logprobs=np.zeros(max_requests, np.int32),
         )
+        self._plain = np.ones(max_requests, np.bool_)
 
     def assign(self, row: int, request: Request) -> None:
         """The request that now holds `row`."""
@@ -40,19 +42,37 @@ class SamplingTable:
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
+            "logprobs",
             "top_logprobs",
         ):
             getattr(columns, name)[row] = getattr(params, name)
         columns.seed[row] = seed_words(request.seed)
         columns.bias_count[row] = len(params.logit_bias)
         columns.prompt_len[row] = request.prompt_len
+        self._plain[row] = params.is_plain
 
     def inputs(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64], samples: NDArray[np.bool_], padded_rows: int
-    ) -> SamplingInputs:
-        """Inputs for `rows` [n], padded to `padded_rows`; rows that do not sample, and padding, ask for nothing and
-        record nothing.
+    ) -> GreedyInputs | SamplingInputs:
+        """Inputs for `rows` [n], padded to `padded_rows`: the fewest that give the rows that sample what they ask for.
+
+        Rows that do not sample, and padding, ask for nothing and record nothing.
         """
+        if not self._plain[rows[samples]].all():
+            return self._full_inputs(rows, positions, samples, padded_rows)
+        asking = np.flatnonzero(samples)
+        position, history_row = np.zeros(padded_rows, np.int32), np.full(padded_rows, self._max_requests, np.int32)
+        position[asking], history_row[asking] = positions[asking], rows[asking]
+        return GreedyInputs(position, history_row)
+
+    def padding(self, padded_rows: int, *, plain: bool) -> GreedyInputs | SamplingInputs:
+        """Inputs for a step of padding alone, of the kind for plain requests or for others."""
+        none = np.zeros(0, np.int64)
+        return (self.inputs if plain else self._full_inputs)(none, none, none.astype(np.bool_), padded_rows)
+
+    def _full_inputs(
+        self, rows: NDArray[np.int64], positions: NDArray[np.int64], samples: NDArray[np.bool_], padded_rows: int
+    ) -> SamplingInputs:
         asking = np.flatnonzero(samples)
         gathered = []
         for name, column in zip(SamplingInputs._fields, self._columns, strict=True):

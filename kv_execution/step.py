@@ -3,7 +3,7 @@
 The state (pools, token histories, logit biases) is taken by donation and returned. Token ids are read from the
 histories, where sampling leaves them, so that a step can be dispatched before the tokens of the last one have reached
 the host. Sampling is a program of its own, since it depends on the number of rows only: compiled into every shape of
-the network it would take half of the warm-up.
+the network it would take half of the warm-up. Where no row asks for more than the most likely token it is a small one.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
-from kv_execution.sampling import Sampled, SamplerState, SamplingInputs, record_tokens, sample
+from kv_execution.sampler_state import SamplerState, record_tokens
+from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, sample, sample_greedy
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import POOL_SPEC
@@ -66,15 +67,28 @@ class SampleResult(NamedTuple):
     state: SamplerState
     sampled: Sampled
 
+    @property
+    def token(self) -> Any:
+        """The tokens [rows] i32."""
+        return self.sampled.token
+
+
+class GreedyResult(NamedTuple):
+    """The state with the sampled tokens in the histories, and those tokens [rows] i32."""
+
+    state: SamplerState
+    token: jax.Array
+
 
 class StepPrograms(NamedTuple):
-    """Jitted: `forward` and `score` of (params, state, inputs), `sample` of (logits, sampler state, inputs). States
-    are donated.
+    """The jitted functions of (params, DeviceState, ForwardInputs) to ForwardResult, and of (logits, SamplerState,
+    SamplingInputs or GreedyInputs) to SampleResult or GreedyResult. States are donated.
     """
 
-    forward: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
-    score: Callable[[Any, DeviceState, ForwardInputs], ForwardResult]
-    sample: Callable[[jax.Array, SamplerState, SamplingInputs], SampleResult]
+    forward: jax.stages.Wrapped
+    score: jax.stages.Wrapped
+    sample: jax.stages.Wrapped
+    greedy: jax.stages.Wrapped
 
 
 def build_step_programs(
@@ -142,10 +156,16 @@ def build_step_programs(
         # Rows that do not sample in this step carry a history row outside the table, which drops the write.
         return SampleResult(record_tokens(state, inputs.history_row, inputs.position, sampled.token), sampled)
 
+    def greedy_rows(logits: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
+        on_trace()
+        token = sample_greedy(logits)
+        return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
+
     return StepPrograms(
         forward=jax.jit(forward, donate_argnums=1, out_shardings=forward_shardings),
         score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
         sample=jax.jit(sample_rows, donate_argnums=1, out_shardings=sample_shardings),
+        greedy=jax.jit(greedy_rows, donate_argnums=1, out_shardings=sample_shardings),
     )
 
 

@@ -5,6 +5,7 @@ get wrong is one line `jaxkv: ...` and exit status 2, never a traceback; Ctrl-C 
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -48,9 +49,15 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tok
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="A system message, before the first turn.")]
 Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
-PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages, as in 512MiB or 2GiB.")]
+PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Most memory for the K/V pages, as in 512MiB or 2GiB.")]
 PageTokens = Annotated[int, typer.Option(help="Tokens in a page.")]
 TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")]
+CompilationCache = Annotated[
+    bool,
+    typer.Option(
+        "--compilation-cache/--no-compilation-cache", help="Keep what is compiled in the user's cache folder."
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,6 +94,7 @@ def generate(
     dtype: Dtype = "float32",
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
+    compilation_cache: CompilationCache = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
     tensor_parallel: TensorParallel = 1,
     coordinator: Annotated[
@@ -116,8 +124,8 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
     jobs = [make_job(loaded, ids, params, stop or ()) for ids in encode_prompts(loaded, prompt, chat, system)]
-    config = config_for_jobs(jobs, loaded.spec.max_context, pool_bytes, tokens_per_page)
-    engine = start_engine(loaded, config, progress, warm_up=True)
+    config = config_for_jobs(jobs, loaded.spec, pool_bytes, tokens_per_page, compilation_cache=compilation_cache)
+    engine = start_engine(loaded, config, progress, warm_up=True, jobs=jobs)
     headings = [" ".join(text.split()) for text in prompt]
     view = OrderedView(io.StringIO(), None) if as_json else choose_view(Console(), sys.stdout, headings)
     with view:
@@ -144,11 +152,17 @@ def chat(
     dtype: Dtype = "float32",
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
+    compilation_cache: CompilationCache = True,
 ) -> None:
     """Talk with a model; /reset begins anew, /exit leaves."""
     from kv_execution import EngineConfig
 
-    config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page, max_requests=1)
+    config = EngineConfig(
+        kv_pool_bytes=parse_byte_size(kv_pool_bytes),
+        tokens_per_page=tokens_per_page,
+        max_requests=1,
+        compilation_cache=compilation_cache,
+    )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (with it input() edits lines and recalls earlier ones; not every platform has it)
     progress = Console(stderr=True)
@@ -211,6 +225,9 @@ def _complain(message: str) -> int:
 
 def main() -> None:
     """The console script."""
+    # Until the engine is ready, nearly all that is made stays; looking through it over and over takes a quarter of the
+    # time of the imports.
+    gc.disable()
     status = run()
     if status == INTERRUPTED or (status and process_options.in_group()):
         # The compiler's threads may still be at work, and tearing the interpreter down under them crashes it; and jax

@@ -4,6 +4,7 @@ Contract: jax and the packages over it are imported inside these functions, so t
 option answer at once. Everything a user can get wrong raises a JaxkvError.
 """
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kv_common.errors import JaxkvError
+from kv_common.layout import ELEMENT_BYTES
+from kv_common.model_spec import ModelSpec
 from kv_serving.generation_run import Job
+from kv_serving.memory import release_unused_memory
 from kv_serving.progress import compile_progress, load_progress
 from kv_serving.stop_strings import StopStrings
 
@@ -60,7 +64,9 @@ def open_model(source: str, dtype: str, console: Console, tensor_parallel: int =
     from models import load_model
 
     with load_progress(console) as progress:
-        return load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
+        model = load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
+    release_unused_memory()
+    return model
 
 
 def tokenizer_of(model: "LoadedModel") -> "Tokenizer":
@@ -111,35 +117,56 @@ def make_job(model: "LoadedModel", token_ids: Sequence[int], params: "SamplingPa
     return Job(token_ids, params, StreamDecoder(tokenizer_of(model)), StopStrings(stops))
 
 
-def config_for_jobs(jobs: Sequence[Job], max_context: int, kv_pool_bytes: int, tokens_per_page: int) -> "EngineConfig":
-    """An engine no larger than `jobs` need, so that warming up compiles only a handful of shapes.
+def config_for_jobs(
+    jobs: Sequence[Job], spec: ModelSpec, kv_pool_bytes: int, tokens_per_page: int, *, compilation_cache: bool
+) -> "EngineConfig":
+    """An engine for `jobs`, with pools of at most `kv_pool_bytes`. Raises EngineConfigError.
 
-    `max_context` is the model's own limit in tokens. Raises EngineConfigError.
+    Every size is in a few coarse steps: the sizes of an engine are in all that it compiles, and what was compiled for
+    one prompt should serve the next.
     """
     from kv_execution import EngineConfig
 
-    longest = max(len(job.token_ids) + job.params.max_tokens for job in jobs)
-    prompt_tokens = sum(len(job.token_ids) for job in jobs)
-    rows = min(MAX_BATCH, len(jobs))
+    tokens = sum(min(len(job.token_ids) + job.params.max_tokens, spec.max_context) for job in jobs)
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES[spec.dtype]
+    # Pages that are not full, and the one of padding, come on top.
+    needed = (tokens + (len(jobs) + 1) * tokens_per_page) * token_bytes
+    smaller = (kv_pool_bytes // 16, kv_pool_bytes // 4)
     return EngineConfig(
-        kv_pool_bytes=kv_pool_bytes,
+        kv_pool_bytes=next((size for size in smaller if size >= needed), kv_pool_bytes),
         tokens_per_page=tokens_per_page,
-        max_requests=rows,
-        max_step_tokens=min(MAX_STEP_TOKENS, max(rows, prompt_tokens)),
-        max_context=min(max_context, max(2, longest)),
+        max_requests=min(MAX_BATCH, 1 << (len(jobs) - 1).bit_length()),
+        max_step_tokens=MAX_STEP_TOKENS,
+        # One prompt has nobody to share with, and a cache of prefixes begins with reading all weights for its name.
+        prefix_cache=len(jobs) > 1,
+        compilation_cache=compilation_cache,
     )
 
 
-def start_engine(model: "LoadedModel", config: "EngineConfig", console: Console, warm_up: bool) -> "PagedEngine":
-    """An engine with its pools allocated and, with `warm_up`, every reachable shape compiled behind a progress bar.
+def start_engine(
+    model: "LoadedModel",
+    config: "EngineConfig",
+    console: Console,
+    *,
+    warm_up: bool,
+    jobs: Sequence[Job] | None = None,
+) -> "PagedEngine":
+    """An engine with its pools allocated and, with `warm_up`, every reachable shape compiled behind a progress bar, or
+    what `jobs` alone will reach.
 
-    Raises EngineConfigError, LayoutError or ProviderError.
+    Raises EngineConfigError, LayoutError or ProviderError; for jobs what `Batcher.submit` raises.
     """
     from kv_execution import PagedEngine
 
     engine = PagedEngine(model, config)
     plan = engine.init_paged_runtime()
     if warm_up:
-        with compile_progress(console, len(plan.shapes)) as progress:
-            engine.warmup_paged(progress)
+        params = None if jobs is None else [job.params for job in jobs]
+        shapes = plan.shapes if params is None else engine.shapes_needed([job.token_ids for job in jobs or ()], params)
+        with compile_progress(console, len(shapes)) as progress:
+            engine.warmup_paged(progress, shapes=shapes, params=params)
+    release_unused_memory()
+    # What there is by now stays, so it need not be looked through for garbage ever again.
+    gc.freeze()
+    gc.enable()
     return engine

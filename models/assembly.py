@@ -1,9 +1,9 @@
 """From the tensors of a checkpoint to the parameters of a decoder: names and shapes checked first, then stack by stack.
 
 Layers are written one at a time into their stack in its final dtype, and a stack goes to the device before the next is
-begun, so peak memory is the model, one stack and one tensor. Block-quantized tensors stay quantized where a whole stack
-has one kind; layers of different kinds are dequantized to the compute dtype, because re-encoding one would change its
-values.
+begun, so peak memory is the model, one stack and one tensor, and one stack's share of the mapped file. Block-quantized
+tensors stay quantized where a whole stack has one kind; layers of different kinds are dequantized to the compute dtype,
+because re-encoding one would change its values.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from models.decoder import Decoder
 from models.placement import Index, check_slices, place_slices, whole_index
 
 logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+"""Bytes to which XLA aligns what it computes with on a CPU."""
 
 
 class CheckpointError(JaxkvError):
@@ -61,6 +64,9 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
         """A dense array, or a quantized matrix with numpy parts; only the slice `index` of it, of whole blocks."""
+
+    def release(self) -> None:
+        """Let go of the pages of the file that reading has brought in; the arrays it returned are done with."""
 
 
 def by_path(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -149,6 +155,7 @@ def assemble(
             placed = jax.block_until_ready(jax.device_put(read(whole_index(shape))))
         else:
             placed = place_slices(shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), read)
+        checkpoint.release()
         _insert(parameters, path, placed)
         done += math.prod(shape)
         if progress is not None:
@@ -180,16 +187,15 @@ class _StackReader:
         part = self._part(index)
         first = self._read(self._names[0], part)
         assert isinstance(first, BlockQuantWeight)
-        if not self._stacked:
-            return first
-        stack = jax.tree.map(lambda part: np.empty((len(self._names), *part.shape), part.dtype), first)
+        stack = jax.tree.map(lambda part: _empty((len(self._names), *part.shape), part.dtype), first)
         for layer, name in enumerate(self._names):
-            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, self._read(name, part))
-        return stack
+            tensor = self._read(name, part) if layer else first
+            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, tensor)
+        return stack if self._stacked else jax.tree.map(lambda whole: whole[0], stack)
 
     def dense(self, index: Index, dtype: str) -> np.ndarray:
         """Values of the slice `index` of the stack, in `dtype`."""
-        whole = np.empty([each.stop - each.start for each in index], jnp.dtype(dtype))
+        whole = _empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
         for layer, name in enumerate(self._names):
             tensor = self._read(name, self._part(index))
             values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
@@ -215,6 +221,14 @@ class _StackReader:
         first = int(rows.min())
         tensor = self._checkpoint.read(name, (slice(first, int(rows.max()) + 1), *index[1:]))
         return jax.tree.map(lambda part: part[rows - first], tensor)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that `jax.device_put` takes over on a CPU, where it would copy one that begins anywhere else."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
 
 
 def _check_names(checkpoint: Checkpoint, tensors: Mapping[str, Sequence[str]], ignored: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ whatever numpy raises; tests hold the two equal. Every length is checked against
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 8
 
@@ -78,10 +80,11 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """metadata holds numbers, strings and lists, by key; tensors by name."""
+    """metadata holds numbers, strings and lists, by key; tensors by name, in the mapping of the whole file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    mapping: mmap.mmap
 
 
 class _CutShort(Exception):
@@ -100,9 +103,11 @@ def read_gguf(path: Path) -> GgufFile:
         UnsupportedModelError: a version or a tensor's storage type is not implemented.
     """
     try:
-        data = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    data = np.frombuffer(mapping, np.uint8)
     if data[: len(MAGIC)].tobytes() != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file (it begins with {data[:4].tobytes()!r}): check the path")
     cursor = _Cursor(data, len(MAGIC))
@@ -126,7 +131,7 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{path} is damaged (general.alignment is {alignment!r}): get it again")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufFile(metadata, {info.name: _map_tensor(path, data, start, info) for info in infos})
+    return GgufFile(metadata, {info.name: _map_tensor(path, data, start, info) for info in infos}, mapping)
 
 
 class _Cursor:
@@ -151,6 +156,20 @@ class _Cursor:
             raise _CutShort
         return str(self._view[begin : self.offset], "utf-8")
 
+    def _strings(self, count: int) -> list[str]:
+        # As `count` times `string`, without its calls: a vocabulary has a hundred thousand of them.
+        view, offset, end, strings = self._view, self.offset, len(self._view), []
+        for _ in range(count):
+            begin = offset + _LENGTH.size
+            if begin > end:
+                raise _CutShort
+            offset = begin + _LENGTH.unpack_from(view, offset)[0]
+            if offset > end:
+                raise _CutShort
+            self.offset = offset
+            strings.append(str(view[begin:offset], "utf-8"))
+        return strings
+
     def name(self) -> str:
         """A string that messages can repeat."""
         text = self.string()
@@ -164,9 +183,7 @@ class _Cursor:
         if kind == _ARRAY:
             item, length = self.scalar("<I"), self.scalar("<Q")
             if item == _STRING:
-                if length > len(self._view):
-                    raise _CutShort
-                return [self.string() for _ in range(length)]
+                return self._strings(length)
             if item not in _SCALARS:
                 raise _Damaged(f"an array of value type {item}")
             begin, self.offset = self.offset, self.offset + length * struct.calcsize(_SCALARS[item])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kv_kernels.weights import BLOCK_SIZE, BlockQuantWeight, QuantKind
+from kv_kernels.weights import BlockQuantWeight, QuantKind
 from models.assembly import Tensor
 from models.gguf_file import read_gguf
 from models.placement import Index, whole_index
 
 _DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _KINDS: dict[str, QuantKind] = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
-_SCALE_BYTES = 2
+
+# One block in the file. Quants are in units of 16 bytes, of which only complex numbers are: numpy copies those whole,
+# and single bytes one by one.
+_BLOCKS = {
+    "q8_0": np.dtype([("scales", np.float16), ("quants", np.complex128, 2)]),
+    "q4_0": np.dtype([("scales", np.float16), ("quants", np.complex128, 1)]),
+    "q4_1": np.dtype([("scales", np.float16), ("mins", np.float16), ("quants", np.complex128, 1)]),
+}
 
 
 class GgufCheckpoint:
@@ -31,6 +39,7 @@ class GgufCheckpoint:
         file = read_gguf(path)
         self.metadata: dict[str, Any] = file.metadata
         self._tensors = file.tensors
+        self._mapping = file.mapping
 
     @property
     def names(self) -> Collection[str]:
@@ -52,6 +61,10 @@ class GgufCheckpoint:
         size, width = tensor.storage.block_size, tensor.storage.block_bytes
         return split_blocks(tensor.data[rows, columns.start // size * width : columns.stop // size * width], kind)
 
+    def release(self) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def frequency_divisors(self) -> tuple[float, ...] | None:
         """RoPE frequency factors, which GGUF keeps as a tensor."""
         if "rope_freqs.weight" not in self._tensors:
@@ -61,14 +74,11 @@ class GgufCheckpoint:
 
 def split_blocks(rows: np.ndarray, kind: QuantKind) -> BlockQuantWeight:
     """GGUF's interleaved blocks, uint8 [out, bytes], as the parts of a quantized weight (numpy, copied)."""
-    quant_bytes = BLOCK_SIZE if kind == "q8_0" else BLOCK_SIZE // 2
-    head_bytes = 2 * _SCALE_BYTES if kind == "q4_1" else _SCALE_BYTES
-    blocks = rows.reshape(rows.shape[0], -1, head_bytes + quant_bytes)
-    heads = np.ascontiguousarray(blocks[..., :head_bytes]).view(np.float16)
-    quants = np.ascontiguousarray(blocks[..., head_bytes:]).reshape(rows.shape[0], -1)
+    blocks = rows.view(_BLOCKS[kind])
+    quants = np.ascontiguousarray(blocks["quants"]).view(np.int8 if kind == "q8_0" else np.uint8)
     return BlockQuantWeight(
-        quants=quants.view(np.int8) if kind == "q8_0" else quants,
-        scales=np.ascontiguousarray(heads[..., 0]),
-        mins=np.ascontiguousarray(heads[..., 1]) if kind == "q4_1" else None,
+        quants=quants.reshape(rows.shape[0], -1),
+        scales=np.ascontiguousarray(blocks["scales"]),
+        mins=np.ascontiguousarray(blocks["mins"]) if kind == "q4_1" else None,
         kind=kind,
     )

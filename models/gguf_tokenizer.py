@@ -73,13 +73,14 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, origin: str) -> tokenizers.Tokenizer:
-    wrong = next((merge for merge in merges if merge.count(" ") != 1), None)
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
+    wrong = next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None)
     if wrong is not None:
         raise TokenizerError(f"{origin} has the malformed merge {wrong!r}: get the file again")
     try:
         model = tokenizers.models.BPE(
             vocab={text: token for token, text in enumerate(tokens)},
-            merges=[(left, right) for left, right in (merge.split(" ") for merge in merges)],
+            merges=pairs,
             ignore_merges=pre == "llama3",  # its vocabulary has words that no sequence of merges reaches
         )
     except Exception as error:  # the library raises bare Exception, e.g. for a merge outside the vocabulary

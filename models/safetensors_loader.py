@@ -35,32 +35,44 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.origin = str(directory)
-        self._files: dict[str, Any] = {}  # the open file of each tensor
+        self._paths: dict[str, Path] = {}
+        self._files: dict[Path, Any] = {}
         placed = _index(directory)
         for path in sorted(set(placed.values())) if placed else [_single(directory)]:
-            self._files |= _open(path)
+            self._files[path] = _open(path)
+            self._paths |= dict.fromkeys(self._files[path].keys(), path)
         for name, path in placed.items():
-            if name not in self._files:
+            if name not in self._paths:
                 raise CheckpointError(f"{path} lacks {name}, which {INDEX_NAME} places there: get the file again")
 
     @property
     def names(self) -> Collection[str]:
-        return self._files.keys()
+        return self._paths.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._file_of(name).get_slice(name).get_shape())
 
     def quantization(self, name: str) -> None:
         """Always dense."""
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         if index is None:
-            return self._files[name].get_tensor(name)
-        return self._files[name].get_slice(name)[index]
+            return self._file_of(name).get_tensor(name)
+        return self._file_of(name).get_slice(name)[index]
+
+    def release(self) -> None:
+        # The library unmaps a file when its object goes, and not before.
+        self._files.clear()
 
     def drop(self, name: str) -> None:
         """Forget a tensor that the caller has dealt with."""
-        del self._files[name]
+        del self._paths[name]
+
+    def _file_of(self, name: str) -> Any:
+        path = self._paths[name]
+        if path not in self._files:
+            self._files[path] = _open(path)
+        return self._files[path]
 
 
 def _index(directory: Path) -> dict[str, Path]:
@@ -95,8 +107,7 @@ def _single(directory: Path) -> Path:
     raise CheckpointError(f"{directory} has no {SINGLE_NAME} and no {INDEX_NAME}: convert the weights to safetensors")
 
 
-def _open(path: Path) -> dict[str, Any]:
-    """The open file, once for each of its tensors."""
+def _open(path: Path) -> Any:
     try:
         file = safe_open(path, framework="numpy")
     except OSError as error:
@@ -116,4 +127,4 @@ def _open(path: Path) -> dict[str, Any]:
                 f"{path}: {name} is stored as {dtype}, implemented are {', '.join(_DTYPES)}: use an unquantized "
                 "checkpoint or a GGUF"
             )
-    return dict.fromkeys(file.keys(), file)
+    return file

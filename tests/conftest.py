@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # So is this: the tests of tensor parallelism spread models over eight devices, which a CPU has only when told so.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# No test may depend on what another run has compiled, or leave anything in the user's cache.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -24,7 +24,7 @@ def deep_engine(request, tmp_path_factory) -> PagedEngine:
 
 def compiled_step(engine: PagedEngine, shape: StepShape) -> jax.stages.Compiled:
     runtime = engine._runtime
-    inputs = runtime._inputs(None, shape)
+    inputs = runtime._inputs.of(None, shape)
     return runtime._programs.forward.lower(engine.model.params, runtime.state, inputs).compile()
 
 

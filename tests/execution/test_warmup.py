@@ -13,8 +13,8 @@ def test_a_random_trace_after_warm_up_traces_and_compiles_nothing(caplog):
     engine = make_engine(golden_model("llama"), max_requests=3, max_step_tokens=24, pages=14, debug=True)
     shapes = engine.warmup_paged()
     assert shapes == engine.describe().shapes
-    # One program of the network per shape, and one of the sampler per number of rows.
-    assert engine.stats().traces == len(shapes) + len({shape.rows for shape in shapes})
+    # One program of the network per shape, and two of the sampler per number of rows.
+    assert engine.stats().traces == len(shapes) + 2 * len({shape.rows for shape in shapes})
     traces = engine.stats().traces
     rng = np.random.default_rng(0)
     batcher = engine.batcher()

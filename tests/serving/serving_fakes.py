@@ -150,5 +150,5 @@ def install(replies: list[str]) -> FakeBatcher:
 
     batcher = FakeBatcher(replies)
     cli.open_model = lambda source, dtype, console, tensor_parallel=1: fake_model()
-    cli.start_engine = lambda model, config, console, warm_up: FakeEngine(config, batcher)
+    cli.start_engine = lambda model, config, console, **_: FakeEngine(config, batcher)
     return batcher

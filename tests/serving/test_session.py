@@ -1,9 +1,9 @@
 """What a command does before it generates: prompts become token ids, and options become settings."""
 
 import pytest
-from serving_fakes import fake_model
+from serving_fakes import SPEC, fake_model
 
-from kv_execution import SamplingParams, SamplingParamsError
+from kv_execution import EngineConfig, SamplingParams, SamplingParamsError
 from kv_serving.session import PromptOptionError, SamplingOptions, config_for_jobs, encode_prompts, make_job
 
 
@@ -45,14 +45,28 @@ def test_a_number_out_of_range_is_the_samplers_own_error() -> None:
         SamplingOptions(max_tokens=7, top_p=1.5).resolve(fake_model().generation)
 
 
-def test_the_engine_is_no_larger_than_the_jobs() -> None:
-    jobs = [make_job(fake_model(), [1] * length, SamplingParams(max_tokens=10), ()) for length in (5, 20)]
-    config = config_for_jobs(jobs, max_context=100, kv_pool_bytes=1 << 20, tokens_per_page=4)
-    assert (config.max_requests, config.max_step_tokens, config.max_context) == (2, 25, 30)
-    assert (config.kv_pool_bytes, config.tokens_per_page) == (1 << 20, 4)
+def config_of(lengths: list[int], pool_bytes: int = 1 << 20) -> EngineConfig:
+    jobs = [make_job(fake_model(), [1] * length, SamplingParams(max_tokens=length), ()) for length in lengths]
+    return config_for_jobs(jobs, SPEC, pool_bytes, 4, compilation_cache=False)
 
 
-def test_the_engine_is_no_larger_than_the_model_and_the_batch_limits() -> None:
-    jobs = [make_job(fake_model(), [1] * 50, SamplingParams(max_tokens=60), ())] * 40
-    config = config_for_jobs(jobs, max_context=100, kv_pool_bytes=1 << 20, tokens_per_page=4)
-    assert (config.max_requests, config.max_step_tokens, config.max_context) == (32, 256, 100)
+@pytest.mark.parametrize(("number", "rows"), [(1, 1), (2, 2), (3, 4), (5, 8), (32, 32), (33, 32)])
+def test_the_engine_depends_on_the_number_of_jobs_in_coarse_steps(number: int, rows: int) -> None:
+    config = config_of([1] * number, pool_bytes=1 << 22)
+    assert config == config_of([5] * number, pool_bytes=1 << 22)
+    assert (config.max_requests, config.max_step_tokens, config.max_context) == (rows, 256, None)
+    assert (config.tokens_per_page, config.compilation_cache, config.prefix_cache) == (4, False, number > 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pool_bytes"), [([2], 1 << 16), ([90], 1 << 16), ([90] * 5, 1 << 18), ([90] * 20, 1 << 20)]
+)
+def test_the_pools_are_no_larger_than_the_jobs_call_for(lengths: list[int], pool_bytes: int) -> None:
+    # A token takes 256 bytes, and no job has more than the model's 100 tokens.
+    assert config_of(lengths).kv_pool_bytes == pool_bytes
+
+
+def test_a_pool_that_is_asked_for_is_never_exceeded() -> None:
+    for pool_bytes in (1 << 10, 1 << 14, 1 << 20):
+        for length in (1, 20, 90):
+            assert config_of([length], pool_bytes).kv_pool_bytes <= pool_bytes

@@ -1,0 +1,59 @@
+"""What an engine says about itself."""
+
+from typing import NamedTuple
+
+from kv_common.layout import KvStorageLayoutV1
+from kv_common.model_spec import ModelSpec
+from kv_control.buckets import StepShape
+from kv_execution.runtime import PagedRuntime
+
+
+class EnginePlan(NamedTuple):
+    """What an engine will allocate and compile, known before it does either."""
+
+    spec: ModelSpec
+    layout: KvStorageLayoutV1
+    max_context: int
+    shapes: tuple[StepShape, ...]
+    platform: str
+    provider: str
+    provider_reason: str
+
+
+class EngineStats(NamedTuple):
+    """Counts since the runtime was initialised; `traces` counts the programs traced since the engine was made."""
+
+    pages_in_use: int
+    peak_pages_in_use: int
+    cached_pages: int
+    free_pages: int
+    running: int
+    waiting: int
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    preemptions: int
+    copied_pages: int
+    traces: int
+    shapes_used: int
+
+
+def engine_stats(runtime: PagedRuntime, traces: int) -> EngineStats:
+    """Counts of a running engine that has traced `traces` programs."""
+    scheduler, counters = runtime.scheduler, runtime.counters
+    allocator = scheduler.residency.allocator
+    return EngineStats(
+        pages_in_use=allocator.live_pages,
+        peak_pages_in_use=counters.peak_pages_in_use,
+        cached_pages=allocator.cached_pages,
+        free_pages=allocator.free_pages,
+        running=scheduler.residency.num_running,
+        waiting=scheduler.num_waiting,
+        steps=counters.steps,
+        prefill_tokens=counters.prefill_tokens,
+        decode_tokens=counters.decode_tokens,
+        preemptions=counters.preemptions,
+        copied_pages=counters.copied_pages,
+        traces=traces,
+        shapes_used=len(counters.shapes),
+    )

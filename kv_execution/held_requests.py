@@ -1,0 +1,125 @@
+"""Requests that a caller moves by hand: they keep their row and pages until they are released.
+
+Each step is waited for, since the caller decides about the next one by its tokens. Not part of any queue, so that they
+are never preempted.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.model_spec import ModelSpec
+from kv_control.request_map import RequestHandle
+from kv_execution.batcher import make_request
+from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput
+from kv_execution.runtime import PagedRuntime
+from kv_execution.sampling_params import SamplingParams
+
+
+class PrefillResult(NamedTuple):
+    """A held request and its first token; `cached_tokens` is how much of the prompt was not computed.
+
+    `logprob` is None where it was not asked for.
+    """
+
+    handle: RequestHandle
+    token: int
+    logprob: float | None
+    top_logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    cached_tokens: int
+
+
+class HeldRequests:
+    """The held requests of one runtime. Every method raises InterruptedStepError after a step that was cut off."""
+
+    def __init__(
+        self,
+        runtime: PagedRuntime,
+        spec: ModelSpec,
+        request_ids: "itertools.count[int]",
+        *,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._runtime = runtime
+        self._spec = spec
+        self._draw_seed = draw_seed
+        self._request_ids = request_ids
+        self._held: dict[int, RequestHandle] = {}
+
+    def prefill(self, prompt: NDArray[np.int32], params: SamplingParams, namespace: bytes) -> PrefillResult:
+        """Hold a request of `prompt` [tokens] and compute its first token.
+
+        Raises RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is held then.
+        """
+        runtime = self._runtime
+        request_id = next(self._request_ids)
+        handle = runtime.scheduler.hold(request_id, prompt, max_new_tokens=params.max_tokens, namespace=namespace)
+        total = int(runtime.scheduler.running.max_tokens_total[handle.row])
+        request = make_request(request_id, len(prompt), total, params, self._spec, self._draw_seed)
+        runtime.requests[request_id] = request
+        runtime.begin(handle.row, request)
+        self._held[request_id] = handle
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._discard, handle)
+            outputs: list[TokenOutput] = []
+            while not outputs:
+                outputs = self._run([handle])
+            undo.pop_all()
+        first = outputs[0]
+        assert first.token is not None
+        return PrefillResult(
+            handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, first.cached_tokens
+        )
+
+    def generate(self) -> dict[RequestHandle, TokenOutput]:
+        """One more token for every request that has not finished. Raises OutOfPagesError, with nothing changed."""
+        going = [
+            handle
+            for request_id, handle in self._held.items()
+            if self._runtime.requests[request_id].outputs[-1].finish_reason is None
+        ]
+        if not going:
+            return {}
+        return {self._held[output.request_id]: output for output in self._run(going)}
+
+    def release(self, handle: RequestHandle) -> None:
+        """Free a request's row and pages. Raises StaleHandleError where it was released before."""
+        self._runtime.scheduler.residency.request_map.row_of(handle)
+        self._discard(handle)
+
+    def score(self, prompt: NDArray[np.int32], namespace: bytes) -> NDArray[np.float32]:
+        """Log-probabilities [tokens, vocab] of what follows each token of `prompt` [tokens]; raises what `prefill`
+        raises.
+        """
+        runtime = self._runtime
+        # Every token has to be computed for its logits, so nothing is taken from the cache.
+        handle = runtime.scheduler.hold(
+            next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False
+        )
+        try:
+            parts = []
+            runtime.begin(handle.row)
+            rows = np.array([handle.row])
+            while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
+                with runtime.step():
+                    parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
+            return np.concatenate(parts)
+        finally:
+            if not runtime.interrupted:
+                runtime.scheduler.finish(handle.request_id)
+
+    def _run(self, handles: list[RequestHandle]) -> list[TokenOutput]:
+        runtime = self._runtime
+        with runtime.step():
+            plan = runtime.scheduler.schedule_held(np.array([handle.row for handle in handles]))
+            return runtime.collect(runtime.dispatch(plan))
+
+    def _discard(self, handle: RequestHandle) -> None:
+        if not self._runtime.interrupted:
+            self._runtime.scheduler.finish(handle.request_id)
+            del self._held[handle.request_id], self._runtime.requests[handle.request_id]

@@ -1,0 +1,88 @@
+"""The arrays that a step hands to the device, padded to the shape of its program.
+
+What is padding alone (in a step of decodes: nothing to clear, nothing to copy) is the same array every time and stays
+on the device, since each array that has to be brought there costs the host more than filling it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.layout import KvStorageLayoutV1
+from kv_common.page_table import KvPageTableV1
+from kv_control.buckets import StepShape, page_entries, scrub_entries
+from kv_control.scheduler import StepPlan
+from kv_execution.step import ForwardInputs
+from kv_kernels.provider import KernelProvider, PlanShape
+from kv_kernels.tensor_parallel import TensorMesh
+
+
+class _Padding(NamedTuple):
+    """A step of no tokens, in memory of the host and on the device."""
+
+    host: ForwardInputs
+    device: ForwardInputs
+
+
+class StepInputs:
+    """Builds `ForwardInputs`; `max_rows` is one past the last row of the token histories. Over a mesh every array
+    comes from the host: one on a device would make another program of the step.
+    """
+
+    def __init__(
+        self, provider: KernelProvider, layout: KvStorageLayoutV1, max_rows: int, mesh: TensorMesh | None
+    ) -> None:
+        self._keep_padding = mesh is None
+        self._provider = provider
+        self._layout = layout
+        self._max_rows = max_rows
+        self._paddings: dict[StepShape, _Padding] = {}
+
+    def of(self, plan: StepPlan | None, shape: StepShape) -> ForwardInputs:
+        """The step of `plan` padded to `shape`; of padding alone where there is no plan."""
+        padding = self._paddings.get(shape)
+        if padding is None:
+            host = self._padding(shape)
+            padding = self._paddings[shape] = _Padding(host, jax.device_put(host) if self._keep_padding else host)
+        if plan is None:
+            return padding.device
+        table, host, device = plan.table, padding.host, padding.device
+        return ForwardInputs(
+            token_rows=_over(host.token_rows, plan.token_rows),
+            positions=_over(host.positions, table.positions),
+            slots=_over(host.slots, table.write_slots),
+            scrub_pages=_over(host.scrub_pages, plan.scrub_pages) if plan.scrub_pages.size else device.scrub_pages,
+            copy_sources=_over(host.copy_sources, plan.copy_sources) if plan.copy_sources.size else device.copy_sources,
+            copy_targets=_over(host.copy_targets, plan.copy_targets) if plan.copy_targets.size else device.copy_targets,
+            logit_rows=_over(host.logit_rows, table.query_start[1:] - 1),
+            plan=self._provider.plan(table, self._plan_shape(shape)),
+        )
+
+    def _padding(self, shape: StepShape) -> ForwardInputs:
+        tokens_per_page = self._layout.tokens_per_page
+        return ForwardInputs(
+            token_rows=np.full(shape.tokens, self._max_rows, np.int32),
+            positions=np.zeros(shape.tokens, np.int32),
+            slots=np.arange(shape.tokens, dtype=np.int32) % tokens_per_page,
+            scrub_pages=np.full(scrub_entries(shape, tokens_per_page), -1, np.int32),
+            copy_sources=np.zeros(shape.rows, np.int32),
+            copy_targets=np.full(shape.rows, -1, np.int32),
+            logit_rows=np.zeros(shape.rows, np.int32),
+            plan=self._provider.plan(_empty_table(tokens_per_page), self._plan_shape(shape)),
+        )
+
+    def _plan_shape(self, shape: StepShape) -> PlanShape:
+        return PlanShape(shape.tokens, shape.rows, page_entries(shape, self._layout.tokens_per_page))
+
+
+def _over(padding: NDArray[np.int32], values: NDArray[np.integer]) -> NDArray[np.int32]:
+    filled = padding.copy()
+    filled[: len(values)] = values
+    return filled
+
+
+def _empty_table(tokens_per_page: int) -> KvPageTableV1:
+    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    return KvPageTableV1(none, none, start, start, none, none, none, tokens_per_page)
