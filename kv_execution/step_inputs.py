@@ -20,7 +20,7 @@ from kv_kernels.tensor_parallel import TensorMesh
 
 
 class _Padding(NamedTuple):
-    """A step of no tokens, in memory of the host and on the device."""
+    """A step of no tokens in memory of the host, and on the device where it is kept there."""
 
     host: ForwardInputs
     device: ForwardInputs
