@@ -1,0 +1,121 @@
+"""What the machine itself can do: bytes read and multiply-adds done in a second, by loops that are no engine's.
+
+Each limit is measured in more than one way and is the best of them: numpy's own BLAS always, and two short C loops
+where there is a compiler (reads with nothing else, and multiply-adds that never leave the registers). All threads work
+at once, and a read is timed over as many bytes as a step of the model reads, so that caches that help a step help the
+limit too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+MATRIX = 2048
+FMA_ROUNDS = 50_000_000
+FMA_CHAINS = 10
+
+SOURCE = """
+#include <stddef.h>
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+typedef float lanes __attribute__((vector_size(BYTES)));
+
+int lane_count(void) { return BYTES / sizeof(float); }
+
+float read_all(const float *from, size_t count) {
+  lanes sums[8] = {0};
+  const lanes *at = (const lanes *)from;
+  for (size_t i = 0; i + 8 <= count / (BYTES / sizeof(float)); i += 8)
+    for (int j = 0; j < 8; ++j) sums[j] += at[i + j];
+  for (int j = 1; j < 8; ++j) sums[0] += sums[j];
+  return sums[0][0];
+}
+
+float multiply_add(long rounds, float seed) {
+  lanes a[10], scale = {0}, shift = {0};
+  scale = scale + seed; shift = shift + (1.0f - seed);
+  for (int j = 0; j < 10; ++j) a[j] = shift * (float)j;
+  for (long i = 0; i < rounds; ++i)
+    for (int j = 0; j < 10; ++j) a[j] = a[j] * scale + shift;
+  for (int j = 1; j < 10; ++j) a[0] += a[j];
+  return a[0][0];
+}
+"""
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
+
+
+class MachineLimits:
+    """Measures on request, so that the machine takes its turns beside the engines."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+        self._buffer = np.empty(0, np.float32)
+        self._matrix = np.ones((MATRIX, MATRIX), np.float32)
+        self._loops = compiled_loops()
+
+    def read_bandwidth(self, read_bytes: int) -> dict[str, float]:
+        """Bytes per second by method, reading the same `read_bytes` over and over for a while."""
+        if self._buffer.nbytes < read_bytes:
+            self._buffer = np.ones(read_bytes // 4, np.float32)
+        parts = np.array_split(self._buffer[: read_bytes // 4], self._threads)
+        calls: dict[str, Callable[[np.ndarray], object]] = {"blas": lambda part: np.dot(part, part)}
+        if (loops := self._loops) is not None:
+            calls["loop"] = lambda part: loops.read_all(part.ctypes.data, part.size)
+        repeats = max(2, (1 << 30) // read_bytes)
+        found = {}
+        for name, call in calls.items():
+
+            def work(part: np.ndarray, call: Callable[[np.ndarray], object] = call) -> None:
+                for _ in range(repeats):
+                    call(part)
+
+            found[name] = repeats * read_bytes / self._seconds(work, parts)
+        return found
+
+    def multiply_adds(self) -> dict[str, float]:
+        """Floating-point operations per second in float32 by method, two for each multiply-add."""
+        start = time.perf_counter()
+        np.dot(self._matrix, self._matrix)
+        found = {"blas": 2 * MATRIX**3 / (time.perf_counter() - start)}
+        if (loops := self._loops) is not None:
+            seconds = self._seconds(lambda _: loops.multiply_add(FMA_ROUNDS, 0.5), [None] * self._threads)
+            found["loop"] = 2 * FMA_ROUNDS * FMA_CHAINS * loops.lane_count() * self._threads / seconds
+        return found
+
+    def _seconds(self, work: Callable[[object], object], parts: list) -> float:
+        start = time.perf_counter()
+        list(self._pool.map(work, parts))
+        return time.perf_counter() - start
+
+
+def compiled_loops() -> ctypes.CDLL | None:
+    """The C loops, compiled for this very machine; None without a compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "loops.c", Path(folder) / "loops.so"
+        source.write_text(SOURCE)
+        done = subprocess.run([compiler, *FLAGS, str(source), "-o", str(library)], capture_output=True, check=False)
+        if done.returncode:
+            return None
+        loops = ctypes.CDLL(str(library))
+    loops.read_all.restype = loops.multiply_add.restype = ctypes.c_float
+    loops.read_all.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    loops.multiply_add.argtypes = (ctypes.c_long, ctypes.c_float)
+    return loops
