@@ -21,8 +21,8 @@ from models import LoadedModel, load_model
 ONE_ROW = {"provider": "native", "max_requests": 1, "max_step_tokens": 16, "max_context": 64}
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 WIDTHS, KV_HEADS = (2, 4, 8), (8, 4, 2, 1)
-# The corners of the table: every regime, the fewest and the most replicas.
-CORNERS = {(2, 8), (8, 8), (4, 2), (8, 1)}
+# Where the reference, which is slow to compile, runs by default too: each holds a head that others hold as well, or not.
+CORNERS = {(4, 4), (8, 1)}
 
 
 @pytest.fixture(scope="module")
