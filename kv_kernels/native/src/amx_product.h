@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kDigits = 3;
 constexpr int64_t kBlockTiles = kOutputBlock / kTileOutputs;
+constexpr int64_t kRunBlocks = 3;  // blocks that pass through the tiles together
 constexpr int64_t kFewTokens = 4;  // are multiplied by vectors: their tiles would cost more than their products
 
 // What makes the unsigned quants that the vector instruction takes of a kind's quants.
@@ -143,9 +144,9 @@ class TileRows {
     jaxkv::unpack_scales(scales_, blocks_, first, blocks, to->scales[0]);
     if constexpr (kKind == WeightKind::kQ4_1) jaxkv::unpack_scales(mins_, blocks_, first, blocks, to->mins[0]);
   }
-  // Asks for the part of the next sixteen rows that a block is of these: in memory they follow these rows, one by one.
-  void prefetch_next(int64_t block) const {
-    const int64_t at = kTileOutputs * (blocks_ + block);
+  // Asks for what a block is in rows that come `tiles` times sixteen after these; which of them is which does not matter.
+  void prefetch_ahead(int64_t block, int64_t tiles) const {
+    const int64_t at = kTileOutputs * (tiles * blocks_ + block);
     const uint8_t* next = values_[0] + at * block_bytes(kKind);
     for (int64_t i = 0; i < kTileOutputs * block_bytes(kKind); i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
     _mm_prefetch(scales_[0] + at, _MM_HINT_T0);
@@ -183,7 +184,7 @@ inline void multiply_few(const TileRows<kKind>& rows, int64_t first, int64_t blo
   rows.unpack_scales(first, blocks, weight);
   for (int64_t block = 0; block < blocks; ++block, numbers += TokenTiles::kFewNumbers * kHeight) {
     __m512i values[kBlockVectors];
-    rows.prefetch_next(first + block);
+    rows.prefetch_ahead(first + block, 1);
     unpack_unsigned<kKind>(rows.values(), first + block, values);
 #pragma GCC unroll 4
     for (int t = 0; t < kHeight; ++t) {
@@ -211,78 +212,148 @@ inline void multiply_few(const TileRows<kKind>& rows, int64_t first, int64_t blo
   store_results<kHeight>(acc, results);
 }
 
-// On tiles. With kUnpack the weight's are made on the way, one block ahead.
-template <WeightKind kKind, int kHeight, bool kUnpack>
-inline void multiply_tile(const TileRows<kKind>& rows, int64_t first, int64_t blocks, Unpacked* weight, const char* x,
-                          const float* x_sums, float* results) {
+// What two tiles of tokens make of two tiles of outputs, for a run of blocks; or one of either.
+template <int kHeight>
+using BlockSums = float[kRunBlocks][2][2][kHeight * kTileOutputs];
+
+// Digits of x times weights, block by block: sums[block][token tile][output tile]. Token tiles are `x_stride` bytes apart.
+template <int kHeight, int kTokenTiles, int kOutputTiles>
+inline void sum_blocks(const Unpacked* weights, int64_t blocks, const char* x, int64_t x_stride,
+                       BlockSums<kHeight>& sums) {
   constexpr int64_t kDigitBytes = kHeight * 2 * kQuantBlock;
-  alignas(64) float sums[2][kTileRows * kTileOutputs];
+  for (int64_t block = 0; block < blocks; ++block) {
+    tile_load<kWeightTile>(weights[0].tiles[block]);
+    tile_zero<kSumTile>();
+    if constexpr (kOutputTiles > 1) {
+      tile_load<kWeightTile + 1>(weights[1].tiles[block]);
+      tile_zero<kSumTile + 1>();
+    }
+    if constexpr (kTokenTiles > 1) tile_zero<kSumTile + 2>();
+    if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_zero<kSumTile + 3>();
+#pragma GCC unroll 3
+    for (int digit = 0; digit < kDigits; ++digit, x += kDigitBytes) {
+      tile_load<kXTile>(x);
+      tile_multiply<kSumTile, kXTile, kWeightTile>();
+      if constexpr (kOutputTiles > 1) tile_multiply<kSumTile + 1, kXTile, kWeightTile + 1>();
+      if constexpr (kTokenTiles > 1) {
+        tile_load<kXTile + 1>(x + x_stride);
+        tile_multiply<kSumTile + 2, kXTile + 1, kWeightTile>();
+        if constexpr (kOutputTiles > 1) tile_multiply<kSumTile + 3, kXTile + 1, kWeightTile + 1>();
+      }
+    }
+    tile_store<kSumTile>(sums[block][0][0]);
+    if constexpr (kOutputTiles > 1) tile_store<kSumTile + 1>(sums[block][0][1]);
+    if constexpr (kTokenTiles > 1) tile_store<kSumTile + 2>(sums[block][1][0]);
+    if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_store<kSumTile + 3>(sums[block][1][1]);
+  }
+}
+
+// A run's sums of one tile of tokens and one of outputs, scaled, to its results [height][kOutputBlock]: added to them, or
+// their beginning where the run is the first.
+template <WeightKind kKind, int kHeight>
+inline void add_sums(const Unpacked& weight, bool is_first, int64_t blocks, const BlockSums<kHeight>& sums, int token_tile,
+                     int output_tile, const float* x_sums, float* results) {
   __m512 acc[kHeight];
-  load_results<kHeight>(first, results, acc);
-  const auto add = [&](int64_t block) __attribute__((always_inline)) {
-    const float* from = sums[block % 2];
-    const __m512 scale = _mm512_load_ps(weight->scales[block]);
+  load_results<kHeight>(is_first ? 0 : 1, results, acc);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const float* from = sums[block][token_tile][output_tile];
+    const __m512 scale = _mm512_load_ps(weight.scales[block]);
 #pragma GCC unroll 16
     for (int t = 0; t < kHeight; ++t) acc[t] = _mm512_fmadd_ps(scale, _mm512_load_ps(from + kTileOutputs * t), acc[t]);
     if constexpr (kKind == WeightKind::kQ4_1) {
-      const __m512 min = _mm512_load_ps(weight->mins[block]);
+      const __m512 min = _mm512_load_ps(weight.mins[block]);
 #pragma GCC unroll 16
-      for (int t = 0; t < kHeight; ++t) {
+      for (int t = 0; t < kHeight; ++t)
         acc[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(x_sums[block * kHeight + t]), acc[t]);
+    }
+  }
+  store_results<kHeight>(acc, results);
+}
+
+// Packed x of a block of tokens: where a tile's run of blocks begins, and its sums.
+template <int kHeight>
+struct PackedTiles {
+  const TokenTiles& shape;
+  const float* packed;
+
+  const char* digits(int64_t tile, int64_t block) const {
+    return reinterpret_cast<const char*>(packed) + (tile * shape.blocks + block) * shape.block_bytes();
+  }
+  const float* numbers(int64_t tile, int64_t block) const {
+    return packed + shape.numbers_offset() + (tile * shape.blocks + block) * shape.numbers * kHeight;
+  }
+};
+
+template <WeightKind kKind, int kHeight, int kTokenTiles, int kOutputTiles>
+inline void multiply_tiles(const Unpacked* weights, int64_t first, int64_t blocks, const PackedTiles<kHeight>& x,
+                           int64_t tile, float* results) {
+  alignas(64) BlockSums<kHeight> sums;
+  sum_blocks<kHeight, kTokenTiles, kOutputTiles>(weights, blocks, x.digits(tile, first),
+                                                 x.digits(1, 0) - x.digits(0, 0), sums);
+#pragma GCC unroll 2
+  for (int token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
+#pragma GCC unroll 2
+    for (int output_tile = 0; output_tile < kOutputTiles; ++output_tile) {
+      add_sums<kKind, kHeight>(weights[output_tile], first == 0, blocks, sums, token_tile, output_tile,
+                               x.numbers(tile + token_tile, first),
+                               results + (tile + token_tile) * kHeight * kOutputBlock + output_tile * kTileOutputs);
+    }
+  }
+}
+
+// On tiles, a run of blocks at a time: short enough that its weights, x and sums stay in the first-level cache.
+template <WeightKind kKind, int kHeight>
+void multiply_by_tiles(const TileRows<kKind>* rows, int64_t output_tiles, const PackedTiles<kHeight>& x, float* results) {
+  Unpacked unpacked[kBlockTiles];
+  // Few tiles of tokens do little with what is unpacked: fewer rows are then read at a time, each nearly end to end.
+  const int64_t together = x.shape.tiles > 2 ? kBlockTiles : 2;
+  for (int64_t output = 0; output < output_tiles; output += together) {
+    const int64_t last = output + together < output_tiles ? output + together : output_tiles;
+    for (int64_t first = 0; first < x.shape.blocks; first += kRunBlocks) {
+      const int64_t blocks = x.shape.blocks - first < kRunBlocks ? x.shape.blocks - first : kRunBlocks;
+      for (int64_t i = output; i < last; ++i) {
+        rows[i].unpack_scales(first, blocks, &unpacked[i]);
+        for (int64_t block = 0; block < blocks; ++block) {
+          rows[i].prefetch_ahead(first + block, together);
+          unpack_tile<kKind>(rows[i].values(), first + block, unpacked[i].tiles[block]);
+        }
+      }
+      for (int64_t tile = 0; tile < x.shape.tiles; tile += 2) {
+        const bool two_tokens = tile + 1 < x.shape.tiles;
+        for (int64_t i = output; i < last; i += 2) {
+          const bool two_outputs = i + 1 < last;
+          float* to = results + i * kTileOutputs;
+          if (two_tokens && two_outputs) {
+            multiply_tiles<kKind, kHeight, 2, 2>(&unpacked[i], first, blocks, x, tile, to);
+          } else if (two_tokens) {
+            multiply_tiles<kKind, kHeight, 2, 1>(&unpacked[i], first, blocks, x, tile, to);
+          } else if (two_outputs) {
+            multiply_tiles<kKind, kHeight, 1, 2>(&unpacked[i], first, blocks, x, tile, to);
+          } else {
+            multiply_tiles<kKind, kHeight, 1, 1>(&unpacked[i], first, blocks, x, tile, to);
+          }
+        }
       }
     }
-  };
-  if constexpr (kUnpack) {
-    rows.unpack_scales(first, blocks, weight);
-    unpack_tile<kKind>(rows.values(), first, weight->tiles[0]);
   }
-  for (int64_t block = 0; block < blocks; ++block, x += kDigits * kDigitBytes) {
-    if constexpr (kUnpack) {
-      rows.prefetch_next(first + block);
-      if (block + 1 < blocks) unpack_tile<kKind>(rows.values(), first + block + 1, weight->tiles[block + 1]);
-    }
-    tile_load<kWeightTile>(weight->tiles[block]);
-    tile_load<kXTile>(x);
-    tile_load<kXTile + 1>(x + kDigitBytes);
-    tile_load<kXTile + 2>(x + 2 * kDigitBytes);
-    tile_zero<kSumTile>();
-    tile_multiply<kXTile>();
-    tile_multiply<kXTile + 1>();
-    tile_multiply<kXTile + 2>();
-    tile_store<kSumTile>(sums[block % 2]);
-    if (block > 0) add(block - 1);
-  }
-  add(blocks - 1);
-  store_results<kHeight>(acc, results);
 }
 
 template <WeightKind kKind, int kHeight>
 void multiply_all(const WeightView& weight, const float* packed, const TokenTiles& shape, int64_t first_output,
                   int64_t outputs, float* results) {
-  Unpacked unpacked[kBlockTiles];
   TileRows<kKind> rows[kBlockTiles];
   const int64_t output_tiles = (outputs + kTileOutputs - 1) / kTileOutputs;
   for (int64_t i = 0; i < output_tiles; ++i) rows[i] = TileRows<kKind>(weight, first_output + i * kTileOutputs);
-  // What is unpacked for one tile of tokens alone is used at once: rows are then read from end to end.
-  const int64_t together = shape.tiles > 1 ? output_tiles : 1;
-  for (int64_t output = 0; output < output_tiles; output += together) {
-    for (int64_t first = 0; first < shape.blocks; first += kScaleRun) {
-      const int64_t blocks = shape.blocks - first < kScaleRun ? shape.blocks - first : kScaleRun;
-      for (int64_t tile = 0; tile < shape.tiles; ++tile) {
-        const int64_t at = tile * shape.blocks + first;
-        const char* x = reinterpret_cast<const char*>(packed) + at * shape.block_bytes();
-        const float* numbers = packed + shape.numbers_offset() + at * shape.numbers * kHeight;
-        for (int64_t i = 0; i < together; ++i) {
-          const TileRows<kKind>& from = rows[output + i];
-          float* to = results + tile * kHeight * kOutputBlock + (output + i) * kTileOutputs;
-          if constexpr (kHeight <= kFewTokens) {
-            multiply_few<kKind, kHeight>(from, first, blocks, &unpacked[i], x, numbers, to);
-          } else if (tile == 0) {
-            multiply_tile<kKind, kHeight, true>(from, first, blocks, &unpacked[i], x, numbers, to);
-          } else {
-            multiply_tile<kKind, kHeight, false>(from, first, blocks, &unpacked[i], x, numbers, to);
-          }
-        }
+  const PackedTiles<kHeight> x{shape, packed};
+  if constexpr (kHeight > kFewTokens) {
+    multiply_by_tiles<kKind, kHeight>(rows, output_tiles, x, results);
+  } else {
+    Unpacked unpacked;
+    for (int64_t i = 0; i < output_tiles; ++i) {
+      for (int64_t first = 0; first < shape.blocks; first += kScaleRun) {
+        const int64_t blocks = shape.blocks - first < kScaleRun ? shape.blocks - first : kScaleRun;
+        multiply_few<kKind, kHeight>(rows[i], first, blocks, &unpacked, x.digits(0, first), x.numbers(0, first),
+                                     results + i * kTileOutputs);
       }
     }
   }

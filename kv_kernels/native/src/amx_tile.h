@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;  // 16 rows of 64 bytes
 
-// A product's registers: sums, the three parts of x, and the weight.
-constexpr int kSumTile = 0, kXTile = 1, kWeightTile = 4;
+// A product's registers: the sums of two tiles of tokens times two of outputs, the outputs' weights and the tokens' x.
+constexpr int kSumTile = 0, kWeightTile = 4, kXTile = 6;
 
 // The shape of this thread's tiles while it stands: x and the sums have `rows` rows. Released at the end, since tiles
 // in use are saved at every switch of threads.
@@ -27,9 +27,10 @@ class TileShape {
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
-    for (int tile = 0; tile <= kWeightTile; ++tile) {
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool is_weight = tile == kWeightTile || tile == kWeightTile + 1;
       shape.row_bytes[tile] = 64;
-      shape.rows[tile] = static_cast<uint8_t>(tile < kWeightTile ? rows : kTileRows);
+      shape.rows[tile] = static_cast<uint8_t>(is_weight ? kTileRows : rows);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
   }
@@ -59,9 +60,9 @@ inline void tile_store(void* to) {
 }
 
 // sums [rows, 16] += x [rows, 32] times weight [32, 16]: the sum of the products of bf16, in float32.
-template <int kX>
+template <int kSum, int kX, int kWeight>
 inline void tile_multiply() {
-  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSumTile), "i"(kX), "i"(kWeightTile));
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kX), "i"(kWeight));
 }
 
 }  // namespace
