@@ -68,11 +68,6 @@ class Sampled(NamedTuple):
     top_logprobs: Column  # f32 [rows, MAX_TOP_LOGPROBS]
 
 
-def sample_greedy(logits: jax.Array) -> jax.Array:
-    """The most likely token of every row of logits [rows, vocab] f32: what `sample` chooses where nothing is asked."""
-    return _argmax(_below_infinity(logits))
-
-
 def sample(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sampled:
     """Choose the next token of every row, given the model's own logits [rows, vocab] f32.
 

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
-from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, sample, sample_greedy
+from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, sample
+from kv_kernels.composition import ComposedKernels
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import POOL_SPEC
@@ -158,7 +159,8 @@ def build_step_programs(
 
     def greedy_rows(logits: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
-        token = sample_greedy(logits)
+        # What `sample` chooses where nothing is asked. A kernel cannot be called on arrays of a mesh from out here.
+        token = provider.argmax(logits) if mesh is None else ComposedKernels().argmax(logits)
         return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
 
     return StepPrograms(

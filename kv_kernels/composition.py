@@ -54,6 +54,11 @@ class ComposedKernels:
             results = (residual + result,)
         return results
 
+    def argmax(self, scores: jax.Array) -> jax.Array:
+        """See KernelProvider."""
+        finite = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, np.finfo(np.float32).max))
+        return jnp.argmax(finite, axis=1).astype(jnp.int32)
+
     def attend(
         self: KernelProvider,
         q: jax.Array,

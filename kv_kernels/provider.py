@@ -141,6 +141,11 @@ class KernelProvider(Protocol):
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
 
+    def argmax(self, scores: jax.Array) -> jax.Array:
+        """Where the largest of each row of scores [rows, vocab] f32 is -> [rows] i32: the first of equals; nan counts
+        as -inf, and infinity as the largest float.
+        """
+
     def linear(
         self,
         x: jax.Array,

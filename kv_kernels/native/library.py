@@ -18,7 +18,7 @@ LEVELS = ("generic", "avx2", "avx512", "amx")
 
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"
 LIBRARY_VARIABLE = "JAXKV_NATIVE_LIBRARY"
-TARGETS = ("jaxkv_append_kv", "jaxkv_paged_attention", "jaxkv_attend", "jaxkv_linear", "jaxkv_embed")
+TARGETS = ("jaxkv_append_kv", "jaxkv_paged_attention", "jaxkv_attend", "jaxkv_linear", "jaxkv_embed", "jaxkv_argmax")
 
 
 class NativeUnavailableError(JaxkvError):

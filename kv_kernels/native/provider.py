@@ -162,6 +162,10 @@ class NativeProvider:
         )
         return out
 
+    def argmax(self, scores: jax.Array) -> jax.Array:
+        out: jax.Array = _call("jaxkv_argmax", jax.ShapeDtypeStruct(scores.shape[:1], jnp.int32))(scores)
+        return out
+
 
 def _call(target: str, results: Any, **settings: Any) -> Any:
     load_library()

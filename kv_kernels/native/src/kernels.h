@@ -78,6 +78,8 @@ struct Kernels {
   // numbers of the kTokenBlock rows may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                   float* results);
+  // Where the largest of `count` numbers is, the first of equals; nan is less than all, infinity the largest float.
+  int64_t (*argmax)(const float* x, int64_t count);
   // x / sqrt(mean(x^2) + eps) * weight.
   void (*normalize)(const float* x, const float* weight, int64_t count, float eps, float* out);
   // Pairs (i, i + count) of x turned by the angles whose cosines and sines are given.

@@ -12,7 +12,7 @@
 namespace jaxkv {
 namespace {
 
-constexpr int64_t kTasksPerThread = 6;
+constexpr int64_t kTasksPerThread = 3;
 constexpr int64_t kChunkOutputs = 16;  // a task has a multiple of so many: all levels multiply them in whole groups
 constexpr int64_t kSerialTokens = 32;  // so few are prepared by the caller: cheaper than waking a thread
 
