@@ -1,10 +1,11 @@
 // The product with quantized weights: exact integers, on tiles of bf16 or on vectors of bytes.
 //
-// A token's block of 32 numbers is rounded to integers of 24 bits times a power of two: the largest is kept to 2^-23 of
-// itself. They are cut in three digits of eight bits, which are exact in bf16 as quants are; so are all sums of a block's
-// digits times quants in float32, in any order. What tiles and vectors make of them is therefore one number: the digits'
-// sums, added from the lowest on. Then acc = sum * scale + acc, acc = sum of x * min + acc, block by block. A block with
-// a number that is not finite gives nan, and one whose numbers are all below 2^-100 counts as zeros.
+// A token's block of 32 numbers is rounded to integers of 24 bits times a power of two: the largest is kept to 2^-23
+// of itself. They are cut in three digits of eight bits, which are exact in bf16 as quants are; so are all sums of a
+// block's digits times quants in float32, in any order. What tiles and vectors make of them is therefore one number:
+// the digits' sums, added from the lowest on. Then acc = sum * scale + acc, acc = sum of x * min + acc, block by
+// block. A block with a number that is not finite gives nan, and one whose numbers are all below 2^-100 counts as
+// zeros.
 #pragma once
 
 #include <cstring>
