@@ -125,8 +125,9 @@ class Comparison:
     def report_machine(self) -> None:
         """The machine's limits as figures."""
         for name, values in self._machine_passes.items():
-            unit = "GFLOP/s" if name.startswith("multiply") else "GB/s"
-            print_figure(self._figure(f"machine.{name}", [value / 1e9 for value in values], unit, {}, "float32"))
+            unit = "GB/s" if name.startswith("read") else "GFLOP/s"
+            dtype = "bfloat16" if name.startswith("tile") else "float32"
+            print_figure(self._figure(f"machine.{name}", [value / 1e9 for value in values], unit, {}, dtype))
 
     def close(self) -> None:
         """End every process."""
@@ -163,6 +164,7 @@ class Comparison:
 
     def _measure_machine(self) -> None:
         found = {f"multiply_adds.{method}": value for method, value in self._machine.multiply_adds().items()}
+        found |= {f"tile_multiply_adds.{method}": value for method, value in self._machine.tile_multiply_adds().items()}
         sizes = {_weights(engine): costs.weight_bytes for engine, costs in self._costs.items()}
         for size, read_bytes in {**sizes, "memory": MEMORY_BYTES}.items():
             by_method = self._machine.read_bandwidth(read_bytes)
@@ -171,14 +173,20 @@ class Comparison:
             self._machine_passes.setdefault(name, []).append(value)
 
     def _note_limits(self, name: str, workload: Workload) -> None:
-        """The machine's limits for our engines: medians over the passes so far, of the best method."""
+        """The machine's limits for our engines: medians over the passes so far, of the best method.
+
+        Blocks of 4 or 8 bits fit the machine's tiles of bfloat16, where it has them; float32 weights do not.
+        """
         for engine, costs in self._costs.items():
-            bandwidth, flops = (
-                max(statistics.median(values) for key, values in self._machine_passes.items() if key.startswith(prefix))
-                for prefix in (f"read_bandwidth.{_weights(engine)}.", "multiply_adds.")
-            )
+            weights = _weights(engine)
+            kinds = ("multiply_adds.",) if weights == "float32" else ("multiply_adds.", "tile_multiply_adds.")
+            bandwidth, flops = self._best(f"read_bandwidth.{weights}."), max(map(self._best, kinds))
             limits = limits_of(name, workload, costs, bandwidth, flops)
             self.limits.setdefault(engine, {}).update({f"{name}.{key}": value for key, value in limits.items()})
+
+    def _best(self, prefix: str) -> float:
+        found = [values for name, values in self._machine_passes.items() if name.startswith(prefix)]
+        return max(map(statistics.median, found), default=0.0)
 
     def _report(
         self, engine: str, workload: str, passes: Sequence[Mapping[str, Measure]], about: Mapping[str, object]

@@ -146,6 +146,8 @@ def test_the_machine_reads_and_multiplies_by_every_method():
     for found in (machine.read_bandwidth(1 << 20), machine.multiply_adds()):
         assert set(found) == methods
         assert min(found.values()) > 1e6
+    tiles = machine.tile_multiply_adds()
+    assert all(value > found["loop"] for value in tiles.values())
 
 
 @pytest.fixture(scope="module")
