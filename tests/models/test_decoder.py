@@ -73,7 +73,7 @@ def test_the_vocabulary_product_takes_half_precision_and_gives_float32(
 
 
 def test_a_product_and_its_bias_are_rounded_once() -> None:
-    module = Linear(2, 1, bias=True)
+    module = Linear(2, 1, split="whole", bias=True)
     module.weight = nnx.Param(DenseWeight(jnp.array([[1, 2**-9]], jnp.bfloat16)))
     module.bias = nnx.Param(jnp.array([2**-9 + 2**-12], jnp.float32))
     y = DenseStep(jnp.arange(1)).linear(jnp.ones((1, 2), jnp.bfloat16), module.matrix)
