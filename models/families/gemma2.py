@@ -5,7 +5,7 @@ from __future__ import annotations
 from models.config import ConfigFields, DecoderConfig, LayerKind
 from models.families.family import Family, GgufFormat
 from models.families.gguf_model import GgufModel
-from models.families.hf_model import biases_of, decoder_config, rope_of, windows_of
+from models.families.hf_model import biases_of, decoder_config, positive, rope_of, windows_of
 from models.families.names import GGUF_NAMES, HF_NAMES, hf_layer
 
 GEMMA_HF_NAMES = HF_NAMES | hf_layer(
@@ -32,7 +32,7 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
         tied_embeddings=fields.take("tie_word_embeddings", bool, True),
         activation="gelu_tanh",
         norm_placement="both",
-        attention_scale=fields.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        attention_scale=positive(fields, "query_pre_attn_scalar", 256.0) ** -0.5,
         attention_soft_cap=_cap(fields, "attn_logit_softcapping", 50.0),
         logit_soft_cap=_cap(fields, "final_logit_softcapping", 30.0),
         embedding_multiplier=fields.take("hidden_size", int) ** 0.5,
@@ -56,7 +56,7 @@ def _gguf_config(model: GgufModel) -> DecoderConfig:
         [LayerKind(window, rope) for window in windows],
         activation="gelu_tanh",
         norm_placement="both",
-        attention_scale=(hidden_size / num_heads if largest else model.head_dim) ** -0.5,
+        attention_scale=(hidden_size / num_heads) ** -0.5 if largest else None,
         attention_soft_cap=model.take("attn_logit_softcapping", float, 50.0),
         logit_soft_cap=model.take("final_logit_softcapping", float, 30.0),
         embedding_multiplier=hidden_size**0.5,

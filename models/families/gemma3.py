@@ -6,7 +6,7 @@ from models.config import ConfigFields, DecoderConfig, LayerKind, RopeConfig
 from models.families.family import Family, GgufFormat
 from models.families.gemma2 import GEMMA_HF_NAMES
 from models.families.gguf_model import GgufModel
-from models.families.hf_model import biases_of, decoder_config, rope_of, windows_of
+from models.families.hf_model import biases_of, decoder_config, positive, rope_of, windows_of
 from models.families.names import GGUF_NAMES
 
 _PERIOD = 6
@@ -18,7 +18,9 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
     fields.require("hidden_act", "gelu_pytorch_tanh")
     if "head_dim" not in fields:
         fields.supply("head_dim", 256)
-    period = fields.take("_sliding_window_pattern", int, fields.take("sliding_window_pattern", int, _PERIOD))
+    stated = "sliding_window_pattern" if "sliding_window_pattern" in fields else "_sliding_window_pattern"
+    fields.skip("_sliding_window_pattern")
+    period = positive(fields, stated, _PERIOD)
     windows = windows_of(fields, fields.take("sliding_window", int, 4096), lambda layer: (layer + 1) % period != 0)
     everywhere = rope_of(fields, theta=1e6, layer_type="full_attention")
     nearby = RopeConfig(theta=fields.take("rope_local_base_freq", float, 10000.0))
@@ -32,7 +34,7 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
         activation="gelu_tanh",
         qk_norm="head",
         norm_placement="both",
-        attention_scale=fields.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        attention_scale=positive(fields, "query_pre_attn_scalar", 256.0) ** -0.5,
         attention_soft_cap=fields.take("attn_logit_softcapping", float, None),
         logit_soft_cap=fields.take("final_logit_softcapping", float, None),
         embedding_multiplier=fields.take("hidden_size", int) ** 0.5,
@@ -52,7 +54,7 @@ def _gguf_config(model: GgufModel) -> DecoderConfig:
         activation="gelu_tanh",
         qk_norm="head",
         norm_placement="both",
-        attention_scale=(hidden_size / num_heads if largest else model.head_dim) ** -0.5,
+        attention_scale=(hidden_size / num_heads) ** -0.5 if largest else None,
         logit_soft_cap=model.take("final_logit_softcapping", float, None),
         embedding_multiplier=hidden_size**0.5,
     )

@@ -63,6 +63,14 @@ def decoder_config(
     return config
 
 
+def positive(fields: ConfigFields, name: str, default: float) -> float:
+    """A number that something is divided by. Raises ModelConfigError: it is not above zero."""
+    value: float = fields.take(name, float, default)
+    if not value > 0:
+        raise ModelConfigError(f"{fields.origin} has {name}={value:g}, expected a number above 0: fix the file")
+    return value
+
+
 def biases_of(fields: ConfigFields) -> dict[str, bool]:
     """The settings of families whose attention_bias is for all four matrices."""
     bias = fields.take("attention_bias", bool, False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from models.config import ConfigFields, DecoderConfig, LayerKind, ModelConfigError
 from models.families.family import Family, GgufFormat
 from models.families.gguf_model import GgufModel, interleaved_rows
-from models.families.hf_model import biases_of, decoder_config, rope_of, windows_of
+from models.families.hf_model import biases_of, decoder_config, positive, rope_of, windows_of
 from models.families.names import GGUF_NAMES, HF_NAMES
 
 _PERIOD = 4
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
-    num_layers, period = fields.take("num_hidden_layers", int), fields.take("no_rope_layer_interval", int, _PERIOD)
+    num_layers, period = fields.take("num_hidden_layers", int), positive(fields, "no_rope_layer_interval", _PERIOD)
     rotated = fields.take("no_rope_layers", list, None)  # 1 where, against its name, a layer rotates
     rotated = [(layer + 1) % period != 0 for layer in range(num_layers)] if rotated is None else rotated
     if len(rotated) != num_layers or not all(each in (0, 1) for each in rotated):
