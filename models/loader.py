@@ -196,10 +196,16 @@ def _finish(
     generation: GenerationDefaults,
 ) -> LoadedModel:
     config = decoder.config
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.plain_vocab_size > config.vocab_size:
         raise ModelConfigError(
             f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model embeds {config.vocab_size}: "
             "they do not belong together, get both again"
+        )
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        # Text models that come from one that also sees have its tokens for images; an engine refuses prompts with them.
+        logger.warning(
+            "%s: the model does not embed %d of the tokens that were added to its tokenizer",
+            *(name, tokenizer.vocab_size - config.vocab_size),
         )
     spec = ModelSpec(
         name=name,

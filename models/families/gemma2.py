@@ -23,7 +23,9 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
     fields.require("hidden_act", "gelu_pytorch_tanh")  # what older files say besides
     if "head_dim" not in fields:
         fields.supply("head_dim", 256)
-    windows = windows_of(fields, fields.take("sliding_window", int, 4096), lambda layer: layer % 2 == 0)
+    window = fields.take("sliding_window", int, 4096)
+    fields.require("sliding_window_size", window)  # some files say it twice
+    windows = windows_of(fields, window, lambda layer: layer % 2 == 0)
     rope = rope_of(fields)
     return decoder_config(
         fields,

@@ -125,7 +125,9 @@ def rope_of(
     if fraction != 1:
         common["rotary_dim"] = int(head_dim_of(fields) * fraction)
     stated = rope.take("type", str, None)
-    kind = rope.take("rope_type", str, stated or "default").replace("su", "longrope")
+    kind = rope.take("rope_type", str, stated or "default")
+    kind = "longrope" if kind == "su" else kind  # its first name
+    rope.skip("finetuned")  # how the model was trained
     if kind not in _ROPE_TYPES:
         raise UnsupportedModelError(
             f"{rope.origin} has RoPE type {kind!r}, implemented are {', '.join(_ROPE_TYPES)}: use a model with one "

@@ -22,7 +22,7 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
     window = fields.take("sliding_window", int, None)
     if not fields.take("use_sliding_window", bool, False):
         window = None
-    fields.take("max_window_layers", int, None)  # of another family, and not used
+    fields.skip("max_window_layers", "pretraining_tp")  # of other families, and not used
     windows = windows_of(fields, window, lambda layer: not rotated[layer])
     rope = rope_of(fields, theta=2e6)
     return decoder_config(

@@ -67,7 +67,8 @@ def test_every_part_keeps_half_precision_between_float32_sums(golden: Path, case
     ids, step = np.arange(3, 7), DenseStep(jnp.arange(4))
     logits, exact = DenseModel(half, 4).logits(ids), DenseModel(whole, 4).logits(ids)
     assert logits.dtype == np.float32
-    assert 1e-4 < np.abs(logits - exact).mean() < 0.1 * np.abs(exact).mean()
+    # The median: where two experts are close, rounding may choose the other for a token.
+    assert 1e-4 < np.median(np.abs(logits - exact)) < 0.1 * np.median(np.abs(exact))
     with jax.numpy_dtype_promotion("strict"):  # two widths that meet are an error
         jax.eval_shape(half.forward, half.params, jnp.arange(4), step, jnp.array([3]))
 
