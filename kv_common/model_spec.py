@@ -24,7 +24,8 @@ class ModelSpec:
         dtype: name of the compute dtype, which is also the default K/V dtype.
         num_parameters: weights counted as numbers; parameter_bytes: what they occupy in memory as stored.
         eos_token_ids: any of these ends a generation.
-        attention_window: tokens that a query sees, itself included; None sees all.
+        attention_window: tokens that a query sees, itself included, in the layer with the largest window of those that
+            have one; None where no layer has one.
         attention_soft_cap: scores become cap * tanh(score / cap); None leaves them.
 
     Raises:

@@ -90,10 +90,17 @@ def _biased(
     return (provider.product(x, matrix.weight, layer, jnp.float32) + of_layer(matrix.bias, layer)).astype(dtype)
 
 
-def normalize(x: jax.Array, norm: Norm, layer: LayerIndex | None = None) -> jax.Array:
-    """RMSNorm over the last axis of x [..., features], in float32, returned in x.dtype."""
+def normalize(
+    x: jax.Array, norm: Norm, layer: LayerIndex | None = None, over: tuple[str, ...] | None = None
+) -> jax.Array:
+    """RMSNorm over the last axis of x [..., features], in float32, returned in x.dtype.
+
+    `over` names the mesh axes that the features are spread over; then x and the weight are a rank's part of them.
+    """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    if over is not None:
+        mean_square = jax.lax.pmean(mean_square, over)
     normed = wide * jax.lax.rsqrt(mean_square + np.float32(norm.eps))
     return (normed * of_layer(norm.weight, layer)).astype(x.dtype)
 

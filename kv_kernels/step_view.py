@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kv_kernels.composition import of_layer
+from kv_kernels.composition import normalize, of_layer
+from kv_kernels.experts import Experts, Routing, expert_mlp
 from kv_kernels.provider import (
     Activation,
     Affine,
@@ -24,7 +25,7 @@ from kv_kernels.provider import (
     Rotation,
     Scoring,
 )
-from kv_kernels.tensor_parallel import TENSOR_AXES
+from kv_kernels.tensor_parallel import KV_HEAD_SHARD, TENSOR_AXES, Split
 from kv_kernels.weights import LayerIndex, Weight
 
 
@@ -112,19 +113,62 @@ class StepView:
         (result,) = self.provider.linear(x, (gate, up), layer, norm=norm, activation=activation)
         return result
 
-    def add_linear(self, residual: jax.Array, x: jax.Array, matrix: Affine, layer: LayerIndex) -> jax.Array:
-        """residual [tokens, out] + linear(x, matrix): what closes an attention or MLP block.
+    def normalize(
+        self, x: jax.Array, norm: Norm, layer: LayerIndex | None = None, *, split: Split = "whole"
+    ) -> jax.Array:
+        """RMSNorm over the last axis of x [..., features]; `split` says how tensor parallelism has spread it."""
+        axes: dict[str, tuple[str, ...]] = {"outputs": TENSOR_AXES, "kv_outputs": (KV_HEAD_SHARD,)}
+        return normalize(x, norm, layer, axes.get(split) if self.tensor_width > 1 else None)
+
+    def add_linear(
+        self,
+        residual: jax.Array,
+        x: jax.Array,
+        matrix: Affine,
+        layer: LayerIndex,
+        *,
+        norm: Norm | None = None,
+        scale: float = 1.0,
+    ) -> jax.Array:
+        """residual [tokens, out] + scale * norm(linear(x, matrix)): what closes an attention or MLP block.
 
         Under tensor parallelism x and the matrix are spread over the ranks by input features. The ranks' products are
         summed in float32, and bias and residual added once, to the sum.
         """
         if self.tensor_width == 1:
-            (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
-            return result
+            if norm is None and scale == 1:
+                (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
+                return result
+            return self._add(residual, self.linear(x, matrix, layer), layer, norm, scale)
         total = lax.psum(self.provider.product(x, matrix.weight, layer, jnp.float32), TENSOR_AXES)
         if matrix.bias is not None:
             total = total + of_layer(matrix.bias, layer)
-        return residual + total.astype(x.dtype)
+        return self._add(residual, total.astype(x.dtype), layer, norm, scale)
+
+    def add_experts(
+        self,
+        residual: jax.Array,
+        x: jax.Array,
+        routing: Routing,
+        experts: Experts,
+        layer: LayerIndex,
+        *,
+        norm: Norm | None = None,
+        scale: float = 1.0,
+    ) -> jax.Array:
+        """residual [tokens, hidden] + scale * norm(the chosen experts' MLPs of x [tokens, hidden], weighted).
+
+        Under tensor parallelism every rank has its part of each expert's inner features.
+        """
+        total = expert_mlp(self.provider, x, routing, experts, layer)
+        if self.tensor_width > 1:
+            total = lax.psum(total, TENSOR_AXES)
+        return self._add(residual, total.astype(x.dtype), layer, norm, scale)
+
+    def _add(self, residual: jax.Array, x: jax.Array, layer: LayerIndex, norm: Norm | None, scale: float) -> jax.Array:
+        if norm is not None:
+            x = normalize(x, norm, layer)
+        return residual + (x if scale == 1 else x * jnp.asarray(scale, x.dtype))
 
     def logits(self, x: jax.Array, matrix: Affine, vocab_size: int, *, norm: Norm) -> jax.Array:
         """norm(x) [rows, hidden] times matrix [vocab, hidden] transposed -> [rows, vocab] f32, the same on every rank.

@@ -22,6 +22,7 @@ from flax import nnx
 from kv_common.errors import JaxkvError
 from kv_kernels.tensor_parallel import Split, TensorMesh
 from kv_kernels.weights import BlockQuantWeight, DenseWeight, QuantKind, dequantize
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.placement import Index, check_slices, place_slices, whole_index
 
@@ -69,6 +70,13 @@ class Checkpoint(Protocol):
         """Let go of the pages of the file that reading has brought in; the arrays it returned are done with."""
 
 
+class Rows(NamedTuple):
+    """The rows of a tensor of `total` rows that make up a parameter: `order` [rows] i64, one for each of its rows."""
+
+    order: np.ndarray
+    total: int
+
+
 def by_path(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of nested dicts (arrays, weights) by dotted path."""
     flat: dict[str, Any] = {}
@@ -111,26 +119,30 @@ def assemble(
     *,
     dtype: str,
     ignored: Sequence[str] = (),
-    row_orders: Mapping[str, np.ndarray] | None = None,
+    rows: Mapping[str, Rows] | None = None,
+    norm_offset: float = 0.0,
     mesh: TensorMesh | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """The decoder's parameters as nested dicts of device arrays and weights, read from `checkpoint`.
 
-    `names` gives every parameter's tensor name template, `row_orders` the tensor's row for each of a parameter's rows.
-    Matrices take `dtype` unless quantized; vectors (norms, biases) are few and stay float32. Over a `mesh`, every
-    slice that a device of this process holds is read once and nothing else is.
+    `names` gives every parameter's tensor name template, `rows` the parameters whose rows lie in another order or
+    share a tensor. `norm_offset` is added to the weight of every norm. Matrices take `dtype` unless quantized; vectors
+    (norms, biases) are few and stay float32. Over a `mesh`, every slice that a device of this process holds is read
+    once and nothing else is.
 
     Raises:
         TensorParallelError: the mesh's ranks do not divide a parameter, or would cut a block of a quantized one.
         CheckpointError: a tensor is missing, extra or misshapen, or does not fit `dtype`; the first one is named.
     """
     shapes = parameter_shapes(decoder)
-    num_layers = decoder.config.num_layers
-    tensors = {path: _tensor_names(names[path], num_layers) for path in shapes}
+    rows = rows or {}
+    tensors = {path: _tensor_names(names[path], decoder.config) for path in shapes}
     _check_names(checkpoint, tensors, ignored)
     for path, (shape, _, _) in shapes.items():
-        wanted = shape[1:] if "{layer}" in names[path] else shape
+        wanted = shape[_stack_depth(names[path]) :]
+        if path in rows:
+            wanted = (rows[path].total, *wanted[1:])
         for name in tensors[path]:
             if checkpoint.shape(name) != wanted:
                 raise CheckpointError(
@@ -145,10 +157,14 @@ def assemble(
     total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
     parameters: dict[str, Any] = {}
     for path, (shape, is_matrix, split) in shapes.items():
-        reader = _StackReader(checkpoint, tensors[path], "{layer}" in names[path], (row_orders or {}).get(path))
+        order = rows[path].order if path in rows else None
+        reader = _StackReader(checkpoint, tensors[path], _stack_depth(names[path]), order)
+        offset = norm_offset if path.endswith("norm.weight") else 0.0
 
-        def read(index: Index, reader: _StackReader = reader, is_matrix: bool = is_matrix) -> DenseWeight | Tensor:
-            return reader.matrix(index, dtype) if is_matrix else reader.dense(index, "float32")
+        def read(
+            index: Index, reader: _StackReader = reader, is_matrix: bool = is_matrix, offset: float = offset
+        ) -> DenseWeight | Tensor:
+            return reader.matrix(index, dtype) if is_matrix else reader.vector(index, offset)
 
         # Waited for, and the host's copy not kept in a variable: two stacks in flight would be two stacks of memory.
         if mesh is None:
@@ -164,14 +180,15 @@ def assemble(
 
 
 class _StackReader:
-    """Reads the tensors of one parameter, one after the other, into one allocation."""
+    """Reads the tensors of one parameter, one after the other, into one allocation.
 
-    def __init__(
-        self, checkpoint: Checkpoint, names: Sequence[str], stacked: bool, row_order: np.ndarray | None
-    ) -> None:
+    The first `depth` axes of the parameter count its tensors: layers, or layers and experts, or none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], depth: int, row_order: np.ndarray | None) -> None:
         self._checkpoint = checkpoint
         self._names = names
-        self._stacked = stacked
+        self._depth = depth
         self._row_order = row_order
 
     def matrix(self, index: Index, dtype: str) -> DenseWeight | BlockQuantWeight:
@@ -184,22 +201,24 @@ class _StackReader:
             )
         if len(kinds) > 1 or kinds == ["dense"]:
             return DenseWeight(self.dense(index, dtype))
-        part = self._part(index)
+        part = index[self._depth :]
         first = self._read(self._names[0], part)
         assert isinstance(first, BlockQuantWeight)
         stack = jax.tree.map(lambda part: _empty((len(self._names), *part.shape), part.dtype), first)
-        for layer, name in enumerate(self._names):
-            tensor = self._read(name, part) if layer else first
-            jax.tree.map(lambda whole, part, layer=layer: whole.__setitem__(layer, part), stack, tensor)
-        return stack if self._stacked else jax.tree.map(lambda whole: whole[0], stack)
+        for number, name in enumerate(self._names):
+            tensor = self._read(name, part) if number else first
+            jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
+        # Their axes are never cut.
+        counts = tuple(each.stop for each in index[: self._depth])
+        return jax.tree.map(lambda whole: whole.reshape(*counts, *whole.shape[1:]), stack)
 
     def dense(self, index: Index, dtype: str) -> np.ndarray:
         """Values of the slice `index` of the stack, in `dtype`."""
         whole = _empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
-        for layer, name in enumerate(self._names):
-            tensor = self._read(name, self._part(index))
+        targets = whole.reshape(len(self._names), *whole.shape[self._depth :])
+        for target, name in zip(targets, self._names, strict=True):
+            tensor = self._read(name, index[self._depth :])
             values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
-            target = whole[layer] if self._stacked else whole
             with np.errstate(over="ignore"):  # reported below, by name
                 target[...] = values
             if dtype == "float16" and np.isinf(target).any():
@@ -209,9 +228,12 @@ class _StackReader:
                 )
         return whole
 
-    def _part(self, index: Index) -> Index:
-        """The slice of one layer's tensor; a stack is never cut by layers."""
-        return index[1:] if self._stacked else index
+    def vector(self, index: Index, offset: float) -> np.ndarray:
+        """Values of the slice `index` in float32, plus `offset`."""
+        values = self.dense(index, "float32")
+        if offset:
+            values += np.float32(offset)
+        return values
 
     def _read(self, name: str, index: Index) -> Tensor:
         if self._row_order is None:
@@ -251,10 +273,17 @@ def _and_others(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def _tensor_names(template: str, num_layers: int) -> list[str]:
+def _stack_depth(template: str) -> int:
+    """How many leading axes of a parameter count tensors."""
+    return ("{layer}" in template) + ("{expert}" in template)
+
+
+def _tensor_names(template: str, config: DecoderConfig) -> list[str]:
+    """The names of a parameter's tensors, in the order of its stack."""
     if "{layer}" not in template:
         return [template]
-    return [template.format(layer=layer) for layer in range(num_layers)]
+    experts = range(config.experts.count if config.experts is not None and "{expert}" in template else 1)
+    return [template.format(layer=layer, expert=expert) for layer in range(config.num_layers) for expert in experts]
 
 
 def _insert(tree: dict[str, Any], path: str, value: Any) -> None:

@@ -1,4 +1,5 @@
-"""The decoder network: pre-norm, rotary attention with grouped K/V heads, gated MLP.
+"""The decoder network of every family: grouped-query attention and a gated MLP or a mixture of them, with the parts and
+the numbers that its configuration names.
 
 All layers' parameters are stacked on a leading axis and every module takes the layer index, so one layer is compiled
 whatever the depth and no layer's weights are sliced out. A module is built with abstract parameters (shapes only): that
@@ -16,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kv_kernels.experts import Experts, route
 from kv_kernels.provider import Affine, Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import Split
 from kv_kernels.weights import DenseWeight, LayerIndex
-from models.config import DecoderConfig
+from models.config import DecoderConfig, LayerKind, NormPlacement, RopeConfig
+from models.layer_spans import LayerSpan, layer_spans
 from models.rope import inverse_frequencies, rotation
 
 
@@ -36,6 +39,14 @@ class Forward(NamedTuple):
 
     logits: jax.Array
     step: StepView
+
+
+class Block(NamedTuple):
+    """How a block stands on the residual stream: its result is x + scale * after(f(before(x)))."""
+
+    before: Norm | None
+    after: Norm | None
+    scale: float
 
 
 def _abstract(shape: tuple[int, ...]) -> Any:
@@ -59,11 +70,12 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """weight [*stack, features] f32; computed by the product that follows it."""
+    """weight [*stack, features] f32; computed by the product that it precedes or follows."""
 
-    def __init__(self, features: int, eps: float, stack: tuple[int, ...] = ()) -> None:
-        self.weight = nnx.Param(_abstract((*stack, features)))
+    def __init__(self, features: int, eps: float, stack: tuple[int, ...] = (), split: Split = "whole") -> None:
+        self.weight = nnx.Param(_abstract((*stack, features)), split=split)
         self.eps = eps
+        self.split = split
 
     @property
     def norm(self) -> Norm:
@@ -97,54 +109,113 @@ class Linear(nnx.Module):
         return Affine(self.weight.get_value(), None if self.bias is None else self.bias.get_value())
 
 
+def _qk_norm(config: DecoderConfig, features: int, split: Split) -> RMSNorm | None:
+    """The norm of queries or keys: of a projection it is spread like that, of a head every rank has it."""
+    stack = (config.num_layers,)
+    if config.qk_norm == "none":
+        return None
+    if config.qk_norm == "head":
+        return RMSNorm(config.head_dim, config.norm_eps, stack)
+    return RMSNorm(features, config.norm_eps, stack, split)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention through the step's K/V view; the scale is always passed explicitly."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        stack = (config.num_layers,)
+        stack, bias = (config.num_layers,), config.attention_bias
         q_features, kv_features = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
         self.q = Linear(config.hidden_size, q_features, split="outputs", bias=bias, stack=stack)
         self.k = Linear(config.hidden_size, kv_features, split="kv_outputs", bias=bias, stack=stack)
         self.v = Linear(config.hidden_size, kv_features, split="kv_outputs", bias=bias, stack=stack)
-        self.o = Linear(q_features, config.hidden_size, split="inputs", bias=bias, stack=stack)
-        self.head_dim = config.head_dim
-        self.scoring = Scoring(np.float32(config.head_dim**-0.5))
+        self.o = Linear(q_features, config.hidden_size, split="inputs", bias=config.output_bias, stack=stack)
+        self.q_norm = _qk_norm(config, q_features, "outputs")
+        self.k_norm = _qk_norm(config, kv_features, "kv_outputs")
+        self.qk_norm, self.head_dim = config.qk_norm, config.head_dim
 
-    def __call__(self, x: jax.Array, norm: Norm, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
-        matrices = (self.q.matrix, self.k.matrix, self.v.matrix)
-        q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in step.linears(x, matrices, layer, norm=norm))
-        values, step = step.attend(q, k, v, layer, self.scoring, by)
-        return Carry(step.add_linear(x, values.reshape(x.shape[0], -1), self.o.matrix, layer), step)
+    def __call__(
+        self, x: jax.Array, block: Block, step: StepView, layer: LayerIndex, scoring: Scoring, by: Rotation | None
+    ) -> Carry:
+        q, k, v = step.linears(x, (self.q.matrix, self.k.matrix, self.v.matrix), layer, norm=block.before)
+        if self.qk_norm == "projection":
+            q, k = self._normalize(q, k, step, layer)
+        q, k, v = (part.reshape(x.shape[0], -1, self.head_dim) for part in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self._normalize(q, k, step, layer)
+        values, step = step.attend(q, k, v, layer, scoring, by)
+        values = values.reshape(x.shape[0], -1)
+        return Carry(step.add_linear(x, values, self.o.matrix, layer, norm=block.after, scale=block.scale), step)
+
+    def _normalize(self, q: jax.Array, k: jax.Array, step: StepView, layer: LayerIndex) -> tuple[jax.Array, jax.Array]:
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        return (
+            step.normalize(q, self.q_norm.norm, layer, split=self.q_norm.split),
+            step.normalize(k, self.k_norm.norm, layer, split=self.k_norm.split),
+        )
 
 
 class Mlp(nnx.Module):
-    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+    """x + down(activation(gate(x)) * up(x)), with the norms of its block."""
 
     def __init__(self, config: DecoderConfig) -> None:
         stack, bias = (config.num_layers,), config.mlp_bias
         self.gate = Linear(config.hidden_size, config.intermediate_size, split="outputs", bias=bias, stack=stack)
         self.up = Linear(config.hidden_size, config.intermediate_size, split="outputs", bias=bias, stack=stack)
         self.down = Linear(config.intermediate_size, config.hidden_size, split="inputs", bias=bias, stack=stack)
+        self.activation = config.activation
 
-    def __call__(self, x: jax.Array, norm: Norm, step: StepView, layer: LayerIndex) -> jax.Array:
-        wide = step.gated(x, self.gate.matrix, self.up.matrix, layer, "silu", norm=norm)
-        return step.add_linear(x, wide, self.down.matrix, layer)
+    def __call__(self, x: jax.Array, block: Block, step: StepView, layer: LayerIndex) -> jax.Array:
+        wide = step.gated(x, self.gate.matrix, self.up.matrix, layer, self.activation, norm=block.before)
+        return step.add_linear(x, wide, self.down.matrix, layer, norm=block.after, scale=block.scale)
+
+
+class MixtureMlp(nnx.Module):
+    """x + the weighted sum of the experts that a router chooses for each token, with the norms of its block."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        assert config.experts is not None
+        self.router = Linear(config.hidden_size, config.experts.count, split="whole", stack=(config.num_layers,))
+        stack = (config.num_layers, config.experts.count)
+        self.expert_gate = Linear(config.hidden_size, config.intermediate_size, split="outputs", stack=stack)
+        self.expert_up = Linear(config.hidden_size, config.intermediate_size, split="outputs", stack=stack)
+        self.expert_down = Linear(config.intermediate_size, config.hidden_size, split="inputs", stack=stack)
+        self.activation = config.activation
+        self.experts = config.experts
+
+    def __call__(self, x: jax.Array, block: Block, step: StepView, layer: LayerIndex) -> jax.Array:
+        normed = x if block.before is None else step.normalize(x, block.before, layer)
+        logits = step.linear(normed, self.router.matrix, layer, out_dtype=jnp.float32)
+        routing = route(logits, self.experts.chosen, renormalize=self.experts.renormalize)
+        gate, up, down = (each.matrix.weight for each in (self.expert_gate, self.expert_up, self.expert_down))
+        experts = Experts(gate, up, down, self.activation)
+        return step.add_experts(x, normed, routing, experts, layer, norm=block.after, scale=block.scale)
 
 
 class DecoderLayers(nnx.Module):
     """Every layer's parameters, stacked; one call computes one layer."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        stack = (config.num_layers,)
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, stack)
-        self.attention = Attention(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, stack)
-        self.mlp = Mlp(config)
+        def norm(*where: NormPlacement) -> RMSNorm | None:
+            stack = (config.num_layers,)
+            return RMSNorm(config.hidden_size, config.norm_eps, stack) if config.norm_placement in where else None
 
-    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex, by: Rotation) -> Carry:
-        x, step = self.attention(x, self.attention_norm.norm, step, layer, by)
-        return Carry(self.mlp(x, self.mlp_norm.norm, step, layer), step)
+        self.attention_norm = norm("before", "both")
+        self.attention = Attention(config)
+        self.attention_out_norm = norm("after", "both")
+        self.mlp_norm = norm("before", "both")
+        self.mlp = Mlp(config) if config.experts is None else MixtureMlp(config)
+        self.mlp_out_norm = norm("after", "both")
+        self.residual_multiplier = config.residual_multiplier
+
+    def __call__(self, x: jax.Array, step: StepView, layer: LayerIndex, scoring: Scoring, by: Rotation | None) -> Carry:
+        block = self._block(self.attention_norm, self.attention_out_norm)
+        x, step = self.attention(x, block, step, layer, scoring, by)
+        return Carry(self.mlp(x, self._block(self.mlp_norm, self.mlp_out_norm), step, layer), step)
+
+    def _block(self, before: RMSNorm | None, after: RMSNorm | None) -> Block:
+        before_norm, after_norm = (None if each is None else each.norm for each in (before, after))
+        return Block(before_norm, after_norm, self.residual_multiplier)
 
 
 class Decoder(nnx.Module):
@@ -162,15 +233,42 @@ class Decoder(nnx.Module):
 
     def __call__(self, token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at `logit_rows` [rows] i32 among token_ids [tokens] i32."""
-        by = rotation(step.positions, inverse_frequencies(self.config.rope, self.config.head_dim))
-
-        def body(layer: LayerIndex, x: jax.Array, step: StepView) -> Carry:
-            return self.layers(x, step, layer, by)
-
+        config = self.config
+        ropes = {kind.rope for kind in config.layer_kinds if kind.rope is not None}
+        rotations = {rope: self._rotation(rope, step.positions) for rope in ropes}
         x = self.embedding(token_ids, step).astype(self.dtype)
-        x, step = step.loop(self.config.num_layers, body, x)
+        if config.embedding_multiplier != 1:
+            # Rounded first, as the models that have it were trained: sqrt(hidden) is not a number of few bits.
+            x = x * jnp.asarray(config.embedding_multiplier, self.dtype)
+        for span in layer_spans(config.layer_kinds):
+            x, step = self._run(span, x, step, rotations)
         # Rows are gathered before the product with the vocabulary: one row per sequence, not per token. x stays in the
         # compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
         output = self.embedding if self.output is None else self.output
-        logits = step.logits(x[logit_rows], output.matrix, self.config.vocab_size, norm=self.norm.norm)
+        logits = step.logits(x[logit_rows], output.matrix, config.vocab_size, norm=self.norm.norm)
+        if config.logit_divisor != 1:
+            logits = logits / np.float32(config.logit_divisor)
+        if config.logit_soft_cap is not None:
+            cap = np.float32(config.logit_soft_cap)
+            logits = cap * jnp.tanh(logits / cap)
         return Forward(logits, step)
+
+    def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
+        return rotation(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
+
+    def _run(
+        self, span: LayerSpan[LayerKind], x: jax.Array, step: StepView, rotations: dict[RopeConfig, Rotation]
+    ) -> Carry:
+        """A span of layers: one loop whose body holds the period, or the layer itself where it stands alone."""
+        first, repeats, period = span
+        config = self.config
+        scale = np.float32(config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale)
+
+        def body(repeat: LayerIndex, x: jax.Array, step: StepView) -> Carry:
+            for offset, kind in enumerate(period):
+                scoring = Scoring(scale, kind.window, config.attention_soft_cap)
+                by = None if kind.rope is None else rotations[kind.rope]
+                x, step = self.layers(x, step, first + repeat * len(period) + offset, scoring, by)
+            return Carry(x, step)
+
+        return Carry(*(body(0, x, step) if repeats == 1 else step.loop(repeats, body, x)))

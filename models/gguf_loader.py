@@ -57,27 +57,29 @@ class GgufCheckpoint:
         index = whole_index(tensor.shape) if index is None else index
         if kind is None:
             return tensor.data.view(_DENSE[tensor.storage.name]).reshape(tensor.shape)[index]
-        rows, columns = index
+        *rows, columns = index
         size, width = tensor.storage.block_size, tensor.storage.block_bytes
-        return split_blocks(tensor.data[rows, columns.start // size * width : columns.stop // size * width], kind)
+        data = tensor.data.reshape(*tensor.shape[:-1], -1)
+        part = data[(*rows, slice(columns.start // size * width, columns.stop // size * width))]
+        return split_blocks(part, kind)
 
     def release(self) -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
-    def frequency_divisors(self) -> tuple[float, ...] | None:
-        """RoPE frequency factors, which GGUF keeps as a tensor."""
-        if "rope_freqs.weight" not in self._tensors:
+    def numbers(self, name: str) -> tuple[float, ...] | None:
+        """The values of a small tensor, such as RoPE frequency factors; None where there is none of that name."""
+        if name not in self._tensors:
             return None
-        return tuple(np.asarray(self.read("rope_freqs.weight"), np.float64).reshape(-1).tolist())
+        return tuple(np.asarray(self.read(name), np.float64).reshape(-1).tolist())
 
 
 def split_blocks(rows: np.ndarray, kind: QuantKind) -> BlockQuantWeight:
-    """GGUF's interleaved blocks, uint8 [out, bytes], as the parts of a quantized weight (numpy, copied)."""
+    """GGUF's interleaved blocks, uint8 [*stack, out, bytes], as the parts of a quantized weight (numpy, copied)."""
     blocks = rows.view(_BLOCKS[kind])
     quants = np.ascontiguousarray(blocks["quants"]).view(np.int8 if kind == "q8_0" else np.uint8)
     return BlockQuantWeight(
-        quants=quants.reshape(rows.shape[0], -1),
+        quants=quants.reshape(*rows.shape[:-1], -1),
         scales=np.ascontiguousarray(blocks["scales"]),
         mins=np.ascontiguousarray(blocks["mins"]) if kind == "q4_1" else None,
         kind=kind,

@@ -29,6 +29,9 @@ _GGUF_PRE = {
     "llama-v3": "llama3",
     "llama-bpe": "llama3",
     "qwen2": "qwen2",
+    "dbrx": "dbrx",
+    "smaug-bpe": "dbrx",
+    "refact": "smollm",
 }
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -92,7 +95,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, origin: str)
     elif pre == "smollm":
         backend.pre_tokenizer = sequence([_GPT2_DIGITS, _GPT2])
     else:
-        pattern = tokenizers.Regex(_CL100K.replace("DIGITS", "{1,3}" if pre == "llama3" else ""))
+        pattern = tokenizers.Regex(_CL100K.replace("DIGITS", "{1,3}" if pre in ("llama3", "dbrx") else ""))
         backend.pre_tokenizer = sequence([tokenizers.pre_tokenizers.Split(pattern, behavior="isolated"), _BYTES])
     if pre == "qwen2":
         backend.normalizer = tokenizers.normalizers.NFC()

@@ -29,7 +29,8 @@ from models.assembly import CheckpointError, ProgressCallback, assemble, paramet
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
 from models.config import ConfigFields, ModelConfigError, UnsupportedModelError, read_json
 from models.decoder import Decoder, Forward
-from models.families import Family, family_of
+from models.families import Family, family_of, gguf_format_of
+from models.families.gguf_model import GgufModel
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
@@ -145,6 +146,8 @@ def _load_directory(
         family.hf_names,
         dtype=dtype,
         ignored=family.hf_ignored,
+        rows=family.hf_rows(config),
+        norm_offset=family.hf_norm_offset,
         mesh=mesh,
         progress=progress,
     )
@@ -158,22 +161,22 @@ def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: Pr
     checkpoint = GgufCheckpoint(path)
     metadata = checkpoint.metadata
     architecture = ConfigFields(metadata, path.name).take("general.architecture", str)
-    family = family_of(architecture, path.name)
+    form = gguf_format_of(architecture, path.name)
     prefix = f"{architecture}."
     fields = ConfigFields({key: value for key, value in metadata.items() if key.startswith(prefix)}, path.name)
     if f"{prefix}vocab_size" not in fields and "token_embd.weight" in checkpoint.names:
         # Older converters leave it out; the embedding has it.
         fields.supply(f"{prefix}vocab_size", checkpoint.shape("token_embd.weight")[0])
-    config = family.gguf_config(fields, checkpoint.names, checkpoint.frequency_divisors())
+    config = form.config(GgufModel(fields, architecture, checkpoint.names, checkpoint.numbers))
     decoder = Decoder(config, dtype)
     mesh = mesh_for(config, tensor_parallel)
     params = assemble(
         decoder,
         checkpoint,
-        family.gguf_names,
+        form.names,
         dtype=dtype,
-        ignored=family.gguf_ignored,
-        row_orders=family.gguf_row_orders(config),
+        ignored=form.ignored,
+        rows=form.rows(config),
         mesh=mesh,
         progress=progress,
     )
@@ -193,10 +196,16 @@ def _finish(
     generation: GenerationDefaults,
 ) -> LoadedModel:
     config = decoder.config
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.plain_vocab_size > config.vocab_size:
         raise ModelConfigError(
             f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model embeds {config.vocab_size}: "
             "they do not belong together, get both again"
+        )
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        # Text models that come from one that also sees have its tokens for images; an engine refuses prompts with them.
+        logger.warning(
+            "%s: the model does not embed %d of the tokens that were added to its tokenizer",
+            *(name, tokenizer.vocab_size - config.vocab_size),
         )
     spec = ModelSpec(
         name=name,
@@ -211,6 +220,8 @@ def _finish(
         num_parameters=sum(math.prod(each.shape) for each in parameter_shapes(decoder).values()),
         parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
         eos_token_ids=generation.eos_token_ids,
+        attention_window=max((window for window in config.windows if window is not None), default=None),
+        attention_soft_cap=config.attention_soft_cap,
     )
     logger.info(
         "%s: %d parameters in %d bytes, %s compute", name, spec.num_parameters, spec.parameter_bytes, spec.dtype

@@ -45,6 +45,8 @@ class Tokenizer:
         self.eos_token_id = eos_token_id
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens, special ones included."""
+        self.plain_vocab_size: int = backend.get_vocab_size(with_added_tokens=False)
+        """Tokens of the vocabulary itself, without those that were added to it."""
 
     def encode(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         """Token ids of `text`.

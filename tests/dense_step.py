@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kv_kernels.composition import ComposedKernels, rotate
+from kv_kernels.composition import ComposedKernels, normalize, rotate
+from kv_kernels.experts import expert_mlp
 from kv_kernels.provider import Scoring
 from kv_kernels.weights import Weight, dequantize, take_layer, take_rows
 from models import LoadedModel
@@ -56,8 +57,19 @@ class DenseStep:
     def gated(self, x, gate, up, layer, activation, *, norm=None) -> jax.Array:
         return ComposedKernels.linear(self, x, (gate, up), layer, norm=norm, activation=activation)[0]
 
-    def add_linear(self, residual, x, matrix, layer) -> jax.Array:
-        return ComposedKernels.linear(self, x, (matrix,), layer, residual=residual)[0]
+    def normalize(self, x, norm, layer=None, *, split="whole") -> jax.Array:
+        return normalize(x, norm, layer)
+
+    def add_linear(self, residual, x, matrix, layer, *, norm=None, scale=1.0) -> jax.Array:
+        return self._add(residual, self.linear(x, matrix, layer), layer, norm, scale)
+
+    def add_experts(self, residual, x, routing, experts, layer, *, norm=None, scale=1.0) -> jax.Array:
+        total = expert_mlp(_Products(), x, routing, experts, layer)
+        return self._add(residual, total.astype(x.dtype), layer, norm, scale)
+
+    def _add(self, residual, x, layer, norm, scale) -> jax.Array:
+        x = x if norm is None else normalize(x, norm, layer)
+        return residual + x * jnp.asarray(scale, x.dtype)
 
     def logits(self, x, matrix, vocab_size, *, norm) -> jax.Array:
         assert matrix.weight.out_features == vocab_size
@@ -73,6 +85,12 @@ class DenseStep:
                 x, step = body(layer, x, step)
             return x, step
         return jax.lax.fori_loop(0, num_layers, lambda layer, carry: tuple(body(layer, *carry)), (x, self))
+
+
+class _Products(ComposedKernels):
+    """As much of a provider as the experts need."""
+
+    product = DenseStep.product
 
 
 class DenseModel:

@@ -1,34 +1,58 @@
 """What a family provides.
 
 Parameter paths are those of `models.decoder` joined with dots (`layers.attention.q.weight`); weight names are templates
-in which `{layer}` stands for the layer's number. A stack's entries are read by name in layer order.
+in which `{layer}` and `{expert}` stand for numbers. A stack's entries are read by name in layer order, and in expert
+order within a layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
-import numpy as np
-
+from models.assembly import Rows
 from models.config import ConfigFields, DecoderConfig
+from models.families.gguf_model import GgufModel
+
+RowsOf = Callable[[DecoderConfig], Mapping[str, Rows]]
+
+
+def own_tensors(config: DecoderConfig) -> Mapping[str, Rows]:
+    """Every parameter's rows as they lie in a tensor of its own."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFormat:
+    """How llama.cpp's converter writes a family: `architecture` is general.architecture in the file.
+
+    names: weight name template of every parameter; rows: of parameters whose rows the file reorders or fuses.
+    ignored: patterns (whole-name regular expressions) of tensors that carry nothing the network needs.
+    """
+
+    architecture: str
+    config: Callable[[GgufModel], DecoderConfig]
+    names: Mapping[str, str]
+    rows: RowsOf = own_tensors
+    ignored: tuple[str, ...] = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd")
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """hf_names, gguf_names: weight name template of every parameter the family can have.
+    """A family as Hugging Face directories hold it, `name` is model_type in config.json; and as GGUF, where that can.
 
-    gguf_config also gets the names of the file's tensors and its RoPE frequency factors, which GGUF keeps as a tensor;
-    gguf_row_orders: for parameters whose rows GGUF reorders, the file's row for each of ours.
-    hf_ignored: patterns (whole-name regular expressions) of tensors that carry nothing the network needs.
+    hf_names, hf_rows, hf_ignored: as in `GgufFormat`. hf_norm_offset is what the stored weights of norms lack.
     """
 
     name: str
     hf_architectures: frozenset[str]
     hf_config: Callable[[ConfigFields], DecoderConfig]
-    gguf_config: Callable[[ConfigFields, Collection[str], tuple[float, ...] | None], DecoderConfig]
     hf_names: Mapping[str, str]
-    gguf_names: Mapping[str, str]
-    gguf_row_orders: Callable[[DecoderConfig], Mapping[str, np.ndarray]]
-    hf_ignored: tuple[str, ...] = ()
-    gguf_ignored: tuple[str, ...] = ()
+    hf_rows: RowsOf = own_tensors
+    # Old checkpoints saved the inverse frequencies, which are a function of the configuration.
+    hf_ignored: tuple[str, ...] = (
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"model\.rotary_emb\.inv_freq",
+    )
+    hf_norm_offset: float = 0.0
+    gguf: GgufFormat | None = None

@@ -110,7 +110,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     for key, value in ({**tiny_vocabulary(config["vocab_size"]), **(metadata or {})}).items():
-        _add(writer, key, value)
+        add_field(writer, key, value)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for hf_name, tensor in read_tensors(case).items():
         name = gguf_name(hf_name)
@@ -152,7 +152,7 @@ def tiny_vocabulary(size: int = 320) -> dict[str, Any]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, str):

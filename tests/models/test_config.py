@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from kv_common.errors import JaxkvError
-from models.config import ConfigFields, DecoderConfig, ModelConfigError, RopeConfig, UnsupportedModelError, read_json
+from models.config import (
+    ConfigFields,
+    DecoderConfig,
+    LayerKind,
+    ModelConfigError,
+    RopeConfig,
+    UnsupportedModelError,
+    read_json,
+)
 from models.families import family_of
 from models.families.llama import FAMILY
 
@@ -30,13 +38,14 @@ def test_every_size_is_read(golden: Path) -> None:
         head_dim=16,
         max_context=512,
         norm_eps=1e-5,
-        rope=RopeConfig(theta=10000.0),
+        layer_kinds=(LayerKind(rope=RopeConfig(theta=10000.0)),) * 2,
     )
 
 
 def test_what_a_config_leaves_out_has_its_documented_default(golden: Path) -> None:
     config = parse(golden, head_dim=None, num_key_value_heads="absent", rope_parameters="absent", rms_norm_eps="absent")
-    assert (config.head_dim, config.num_kv_heads, config.rope.theta, config.norm_eps) == (16, 4, 10000.0, 1e-6)
+    assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (16, 4, 1e-6)
+    assert config.layer_kinds[0].rope == RopeConfig(theta=10000.0)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +60,8 @@ def test_what_a_config_leaves_out_has_its_documented_default(golden: Path) -> No
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"a_field_from_the_future": 0}, "a_field_from_the_future=0"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
-        ({"rope_parameters": "absent", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 4.0}}, "'proportional'"),
+        ({"rope_parameters": "absent", "rope_scaling": {"type": "mrope", "mrope_section": [2]}}, "'mrope'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.5}}, "mscale=1.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
     ],
@@ -100,11 +109,11 @@ def test_linear_scaling_is_read_in_either_layout(golden: Path) -> None:
     new = parse(golden, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
     old = parse(golden, rope_parameters="absent", rope_theta=10000, rope_scaling={"type": "linear", "factor": 4})
     assert new == old
-    assert new.rope == RopeConfig(theta=10000.0, kind="linear", factor=4.0)
+    assert new.layer_kinds[0].rope == RopeConfig(theta=10000.0, kind="linear", factor=4.0)
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'mamba', implemented are llama: use one of those"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba', implemented are gemma2, .*, smollm3: use one of those"):
         family_of("mamba", "config.json")
 
 

@@ -27,6 +27,12 @@ def test_a_loop_over_layers_equals_the_unrolled_layers(tiny: LoadedModel) -> Non
     np.testing.assert_allclose(looped, unrolled, atol=1e-4)
 
 
+def test_layers_with_experts_are_the_same_unrolled(golden: Path) -> None:
+    model, ids = load_model(golden / "mixtral"), np.arange(3, 11)
+    looped, unrolled = DenseModel(model, 8).logits(ids), DenseModel(model, 8, unrolled=True).logits(ids)
+    np.testing.assert_allclose(looped, unrolled, atol=1e-4)
+
+
 def test_no_weight_is_a_constant_of_the_traced_program(tiny: LoadedModel) -> None:
     step, ids = DenseStep(jnp.arange(8)), jnp.arange(8)
     traced = jax.make_jaxpr(tiny.forward)(tiny.params, ids, step, ids)
@@ -53,6 +59,37 @@ def test_half_precision_stays_near_float32_and_gives_float32_logits(
     assert half.params["layers"]["attention"]["q"]["weight"].values.dtype == jnp.dtype(dtype)
     assert half.params["norm"]["weight"].dtype == jnp.float32
     assert 1e-5 < np.abs(logits - exact).max() < {"bfloat16": 1.0, "float16": 0.1}[dtype]
+
+
+@pytest.mark.parametrize("case", ["gemma3", "granite", "mixtral", "olmo2"])
+def test_every_part_keeps_half_precision_between_float32_sums(golden: Path, case: str) -> None:
+    half, whole = (load_model(golden / case, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    ids, step = np.arange(3, 7), DenseStep(jnp.arange(4))
+    logits, exact = DenseModel(half, 4).logits(ids), DenseModel(whole, 4).logits(ids)
+    assert logits.dtype == np.float32
+    # The median: where two experts are close, rounding may choose the other for a token.
+    assert 1e-4 < np.median(np.abs(logits - exact)) < 0.1 * np.median(np.abs(exact))
+    with jax.numpy_dtype_promotion("strict"):  # two widths that meet are an error
+        jax.eval_shape(half.forward, half.params, jnp.arange(4), step, jnp.array([3]))
+
+
+def test_the_embedding_s_multiplier_is_rounded_to_the_compute_dtype(golden: Path) -> None:
+    seen: list[jax.Array] = []
+
+    class Stopped(Exception):
+        pass
+
+    class FirstStep(DenseStep):
+        def linears(self, x, matrices, layer, *, norm=None):
+            seen.append(x)
+            raise Stopped
+
+    model = load_model(golden / "gemma2", dtype="bfloat16")
+    with pytest.raises(Stopped):
+        model.forward(model.params, jnp.arange(4), FirstStep(jnp.arange(4), unrolled=True), jnp.array([3]))
+    embedding = model.params["embedding"]["weight"].values[:4]
+    assert model.decoder.config.embedding_multiplier == 48**0.5
+    np.testing.assert_array_equal(seen[0], embedding * jnp.asarray(6.9375, jnp.bfloat16))  # not of 6.9282
 
 
 @pytest.mark.parametrize("case", ["llama", "llama_bias_tied"])

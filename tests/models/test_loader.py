@@ -1,12 +1,14 @@
 """`load_model` takes a directory, a file or a hub id, and what it cannot have is one line."""
 
 import json
+import logging
 import socket
 from pathlib import Path
 
 import huggingface_hub
 import numpy as np
 import pytest
+import tokenizers
 from model_files import copy_case, read_tensors, tiny_vocabulary, write_gguf
 
 from kv_common.errors import JaxkvError
@@ -83,6 +85,19 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(golden: Path, tmp_path
     path = write_gguf(golden / "llama", tmp_path / "model.gguf", metadata=tiny_vocabulary(330))
     with pytest.raises(ModelConfigError, match="the tokenizer has 330 tokens, the model embeds 320"):
         load_model(path)
+
+
+def test_added_tokens_beyond_the_embedding_are_told_and_not_refused(
+    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy_case(golden / "gemma3", tmp_path)
+    words = {f"w{index}": index for index in range(320)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with caplog.at_level(logging.WARNING):
+        assert load_model(tmp_path).spec.vocab_size == 320
+    assert "does not embed 1 of the tokens that were added" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,16 @@ def test_metadata_is_what_the_gguf_package_reads(smollm2_gguf: Path, reader: ggu
 
 
 def test_every_dequantized_tensor_equals_the_gguf_package(smollm2: LoadedModel, reader: gguf.GGUFReader) -> None:
-    orders = FAMILY.gguf_row_orders(smollm2.decoder.config)
+    rows = FAMILY.gguf.rows(smollm2.decoder.config)
     raw = {tensor.name: tensor for tensor in reader.tensors}
     compared = 0
     for path, leaf in by_path(smollm2.params).items():
-        template = FAMILY.gguf_names[path]
+        template = FAMILY.gguf.names[path]
         stacked = "{layer}" in template
         for layer in range(30 if stacked else 1):
             tensor = raw[template.format(layer=layer)]
             theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            theirs = theirs[orders[path]] if path in orders else theirs
+            theirs = theirs[rows[path].order] if path in rows else theirs
             if isinstance(leaf, jax.Array):
                 ours = leaf[layer] if stacked else leaf
             else:

@@ -68,7 +68,16 @@ def test_each_digit_stands_alone_in_smollm_and_merges_in_gpt2() -> None:
     assert [gpt2.token_text(token) for token in gpt2.encode("12")] == ["12"]
 
 
-@pytest.mark.parametrize(("pre", "pieces"), [("llama-bpe", ["123", "4"]), ("qwen2", ["1", "2", "3", "4"])])
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["123", "4"]),
+        ("dbrx", ["123", "4"]),
+        ("smaug-bpe", ["123", "4"]),
+        ("qwen2", ["1", "2", "3", "4"]),
+        ("refact", ["1", "2", "3", "4"]),
+    ],
+)
 def test_digits_are_split_as_the_pre_tokenizer_defines(pre: str, pieces: list[str]) -> None:
     vocabulary = tiny_vocabulary() | {"tokenizer.ggml.pre": pre}
     vocabulary["tokenizer.ggml.merges"] = ["1 2", "12 3", "3 4"]

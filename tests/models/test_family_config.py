@@ -1,0 +1,131 @@
+"""What each family's configuration says is understood whole, or refused by name in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_common.errors import JaxkvError
+from models.config import ConfigFields, DecoderConfig, LayerKind, RopeConfig
+from models.families import FAMILIES, family_of
+
+GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
+ABSENT = "absent"
+
+
+def parse(case: str, **changes: Any) -> DecoderConfig:
+    fields = json.loads((GOLDEN / case / "config.json").read_text()) | changes
+    fields = {name: value for name, value in fields.items() if value != ABSENT}
+    return family_of(fields["model_type"], "config.json").hf_config(ConfigFields(fields, "config.json"))
+
+
+def rope_of(config: DecoderConfig) -> RopeConfig:
+    (rope,) = {kind.rope for kind in config.layer_kinds}
+    assert rope is not None
+    return rope
+
+
+def test_every_family_is_found_by_its_module() -> None:
+    assert sorted(FAMILIES) == [
+        *("gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
+        *("qwen3_moe", "smollm3"),
+    ]
+
+
+def test_a_window_that_is_switched_off_is_none() -> None:
+    assert parse("mistral_window", sliding_window=None).windows == (None, None)
+    assert parse("qwen2", sliding_window=8, use_sliding_window=False).windows == (None, None)
+
+
+def test_a_window_that_is_not_stated_is_the_family_s_own() -> None:
+    assert parse("mistral_window", sliding_window=ABSENT).windows == (4096, 4096)
+    assert parse("mixtral", sliding_window=ABSENT).windows == (None, None)
+
+
+def test_the_later_layers_of_qwen_have_the_window() -> None:
+    window = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ABSENT}
+    assert parse("qwen2", max_window_layers=1, **window).windows == (None, 8)
+
+
+def test_every_fourth_layer_of_smollm3_does_not_rotate() -> None:
+    config = parse("smollm3", no_rope_layers=ABSENT, num_hidden_layers=9, layer_types=ABSENT)
+    assert [layer for layer, kind in enumerate(config.layer_kinds) if kind.rope is None] == [3, 7]
+
+
+def test_a_soft_cap_of_null_is_none_and_one_that_is_absent_has_its_default() -> None:
+    off = parse("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (off.attention_soft_cap, off.logit_soft_cap) == (None, None)
+    default = parse("gemma2", attn_logit_softcapping=ABSENT, final_logit_softcapping=ABSENT)
+    assert (default.attention_soft_cap, default.logit_soft_cap) == (50.0, 30.0)
+
+
+def test_gemma_3_rotates_by_the_kind_of_a_layer() -> None:
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    config = parse("gemma3", rope_parameters={"full_attention": scaled, "sliding_attention": local})
+    assert config.layer_kinds[0] == LayerKind(16, RopeConfig(1e4))
+    assert config.layer_kinds[2] == LayerKind(None, RopeConfig(1e6, "linear", factor=8.0))
+
+
+def test_yarn_stretches_the_context_that_the_file_states() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e6}
+    config = parse("qwen2", rope_parameters=yarn)
+    assert config.max_context == 2048
+    assert rope_of(config).attention_factor == pytest.approx(1.138629, rel=1e-6)
+
+
+def test_dynamic_scaling_is_none_within_the_context_that_it_has() -> None:
+    config = parse("qwen2", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6})
+    assert (rope_of(config), config.max_context) == (RopeConfig(1e6), 512)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_has_the_context_of_its_short_factors(kind: str) -> None:
+    short, long = [1.0 + at for at in range(6)], [20.0] * 6
+    rope = {"type": kind, "short_factor": short, "long_factor": long}
+    config = parse(
+        "phi3",
+        rope_parameters=ABSENT,
+        rope_theta=1e4,
+        rope_scaling=rope,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=64,
+    )
+    assert config.max_context == 64
+    assert rope_of(config).frequency_divisors == tuple(short)
+    assert rope_of(config).rotary_dim == 12
+    assert rope_of(config).attention_factor == pytest.approx(1.224745, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "no window for it"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "scale": 3}}, "scale=3"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "chooses 5 of 4 experts"),
+        ("mixtral", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
+        ("mistral_window", {"sliding_window": 0}, "smallest window is 0"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("gemma3", {"sliding_window_pattern": 0, "layer_types": ABSENT}, "sliding_window_pattern=0"),
+        ("phi3", {"attention_bias": True}, "attention_bias=True"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8}}, "no short_factor"),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "24 of 16"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window=8"),
+        ("granite", {"logits_scaling": 0.0}, "logit_divisor is 0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+    ],
+)
+def test_what_a_family_does_not_implement_is_refused_by_name(case: str, changes: dict, named: str) -> None:
+    with pytest.raises(JaxkvError) as refusal:
+        parse(case, **changes)
+    assert named in str(refusal.value)
+    assert "\n" not in str(refusal.value)
