@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 

@@ -9,15 +9,16 @@ from jax.experimental.pallas import triton as plgpu
 from kv_kernels.pallas.softmax import divide
 from kv_kernels.provider import PoolPair
 
+# mypy: disable-error-code="no-untyped-def"
+# Refs, the arguments of kernels, have no public type.
 
-def append_rows(
-    k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair, *, interpret: bool
-) -> PoolPair:
+
+def append_rows(k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair, *, interpret: bool) -> PoolPair:
     """k_new and v_new [tokens, kv_heads, head_dim] at `slots` [tokens] i32; a slot outside the pools writes nothing."""
     num_pages, tokens_per_page, kv_heads, head_dim = pools.k.shape
     lanes = (pl.next_power_of_2(kv_heads), pl.next_power_of_2(head_dim))
 
-    def jaxkv_append_kv(slots_ref, k_ref, v_ref, _k_pool, _v_pool, k_pool_ref, v_pool_ref):  # type: ignore[no-untyped-def]
+    def jaxkv_append_kv(slots_ref, k_ref, v_ref, _k_pool, _v_pool, k_pool_ref, v_pool_ref):
         token = pl.program_id(0)
         slot = slots_ref[token]
         # A negative slot would wrap as an index.

@@ -30,9 +30,8 @@ WIDE_ROW_BYTES = 256
 """Bytes of a head above which a program takes fewer queries, since it holds a row of values for each."""
 MERGED_SPLITS = 32
 
-# ruff: noqa: ANN
 # mypy: disable-error-code="no-untyped-def"
-# The kernels' arguments are refs, which have no public type.
+# Refs, the arguments of kernels, have no public type.
 
 
 def paged_attention(
@@ -76,7 +75,7 @@ def _attend_tiles(operands, plan: PallasPlan, shape: HeadShape, scoring: Scoring
         softmax = attend_keys(
             plgpu.load(q_ref.at[where], mask=mask, other=0).astype(shape.dtype),
             position + token,
-            KeySource(PoolPair(k_ref, v_ref), page_ids_ref, first_entry, origin_ref[0], kv_head),
+            KeySource((k_ref, v_ref), page_ids_ref, first_entry, origin_ref[0], kv_head),
             shape,
             scoring,
             first_key=first_visible(position + first, scoring),
@@ -102,7 +101,17 @@ def _attend_splits(operands, plan: PallasPlan, shape: HeadShape, scoring: Scorin
     num_splits = plan.splits.shape[1]
 
     def jaxkv_attend_splits(
-        q_ref, k_ref, v_ref, page_ids_ref, origin_ref, entries_ref, splits_ref, keys_ref, best_ref, total_ref, values_ref
+        q_ref,
+        k_ref,
+        v_ref,
+        page_ids_ref,
+        origin_ref,
+        entries_ref,
+        splits_ref,
+        keys_ref,
+        best_ref,
+        total_ref,
+        values_ref,
     ):
         split, kv_head = pl.program_id(0), pl.program_id(1)
         entry, first_key = splits_ref[0, split], splits_ref[1, split]
@@ -115,7 +124,7 @@ def _attend_splits(operands, plan: PallasPlan, shape: HeadShape, scoring: Scorin
         softmax = attend_keys(
             plgpu.load(q_ref.at[token, head[:, None], dim], mask=mask, other=0).astype(shape.dtype),
             jnp.full_like(lane, position),
-            KeySource(PoolPair(k_ref, v_ref), page_ids_ref, first_entry, origin_ref[0], kv_head),
+            KeySource((k_ref, v_ref), page_ids_ref, first_entry, origin_ref[0], kv_head),
             shape,
             scoring,
             first_key=jnp.maximum(first_key, first_visible(position, scoring)),

@@ -57,7 +57,7 @@ class KeySource(NamedTuple):
     layer's page 0, and the K/V head.
     """
 
-    pools: PoolPair
+    pools: tuple[Any, Any]
     page_ids: Any
     first_entry: jax.Array
     first_page: jax.Array
