@@ -26,8 +26,9 @@ from kv_kernels.pallas.softmax import (
 )
 from kv_kernels.provider import PoolPair, Scoring
 
-WIDE_ROW_BYTES = 256
-"""Bytes of a head above which a program takes fewer queries, since it holds a row of values for each."""
+TILE_QUERIES = {4: 64, 2: 128}
+"""Most queries of a program by the bytes of an element, so that they and their values stay in registers."""
+TILE_BYTES = 32768
 MERGED_SPLITS = 32
 
 # mypy: disable-error-code="no-untyped-def"
@@ -56,7 +57,7 @@ def paged_attention(
 
 def _attend_tiles(operands, plan: PallasPlan, shape: HeadShape, scoring: Scoring, interpret: bool) -> jax.Array:
     q = operands[0]
-    queries = 128 if shape.row_bytes <= WIDE_ROW_BYTES else 64
+    queries = min(TILE_QUERIES[np.dtype(shape.dtype).itemsize], TILE_BYTES // shape.row_bytes)
     width = min(TILE_TOKENS, max(1, queries // shape.group_lanes))
     queries = max(MIN_PRODUCT, width * shape.group_lanes)
     parts = TILE_TOKENS // width
@@ -88,7 +89,7 @@ def _attend_tiles(operands, plan: PallasPlan, shape: HeadShape, scoring: Scoring
         jaxkv_attend_tiles,
         grid=(plan.tiles.shape[1] * parts, q.shape[1] // shape.group),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=8 if queries > 64 else 4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=2),
         interpret=interpret,
     )(*operands, plan.tiles)
 
