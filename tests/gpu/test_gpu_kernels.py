@@ -166,17 +166,18 @@ def test_a_loop_over_layers_copies_no_pool(name):
 
 def test_a_pool_of_more_than_four_gigabytes_is_reached_to_its_end(name):
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    if limit < 16 << 30:
-        pytest.skip(f"needs 16 GiB of device memory, jax may use {limit} bytes")
+    if limit < 24 << 30:
+        pytest.skip(f"needs 24 GiB of device memory, jax may use {limit} bytes")
     case = make_case(1, kv_len=[300, 70], query_len=[1, 70], heads=8, kv_heads=8, head_dim=128, dtype="bfloat16")
-    spare = (1 << 18) - case.pools.k.shape[0]
+    spare = 1 << 17  # of 32 KiB each in K and in V: offsets of the case's own pages need more than 32 bits
     far = PoolPair(
         *(jnp.concatenate([jnp.full((spare, *pool.shape[1:]), jnp.nan, pool.dtype), pool]) for pool in case.pools)
     )
     scoring = Scoring(np.float32(0.1))
     provider = provider_for(name, case, scoring)
-    shape, plan_far = plan_shape(case), case._replace(pools=far, num_pages=1, layer=spare + case.layer * case.num_pages)
-    np.testing.assert_array_equal(attend(provider, plan_far, shape, scoring), attend(provider, case, shape, scoring))
+    shape = plan_shape(case)
+    case_far = case._replace(pools=far, num_pages=1, layer=spare + case.layer * case.num_pages)
+    np.testing.assert_array_equal(attend(provider, case_far, shape, scoring), attend(provider, case, shape, scoring))
     slots = jnp.asarray([far.k.shape[0] * 16 - 1], jnp.int32)
     after = jax.jit(provider.append_kv, donate_argnums=3)(*(jnp.ones((1, 8, 128), jnp.bfloat16),) * 2, slots, far)
     assert np.asarray(after.v[-1, -1].astype(jnp.float32)).min() == 1

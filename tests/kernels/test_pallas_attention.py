@@ -182,15 +182,3 @@ def test_a_shape_of_one_token_a_row_may_hold_rows_of_several():
     case = make_case(8, kv_len=[300, 9], query_len=[5, 2])
     shape = plan_shape(case, tokens=8, rows=8)
     np.testing.assert_allclose(attend(case, shape)[:7], dense_answer(case, scale=0.3), atol=1e-5)
-
-
-def test_plans_of_one_shape_are_alike_and_int32():
-    shape = plan_shape(make_case(0, kv_len=[300], query_len=[3]), tokens=16, rows=4, spare_entries=40)
-    plans = [
-        PALLAS.plan(make_case(0, kv_len=kv_len, query_len=query_len).table, shape)
-        for kv_len, query_len in (([300], [3]), ([9, 40, 300], [9, 1, 1]), ([1, 1, 1, 1], [1, 1, 1, 1]))
-    ]
-    for field in plan.PallasPlan._fields:
-        arrays = [getattr(each, field) for each in plans]
-        assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
-        assert len({array.shape for array in arrays}) == 1
