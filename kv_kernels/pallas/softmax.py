@@ -20,8 +20,9 @@ from kv_kernels.provider import PoolPair, Scoring
 
 NOTHING_YET = np.float32(-1e30)
 """A running maximum below every score, and finite: the difference of two infinities is NaN."""
+BLOCK_KEYS = {4: 32, 2: 64}
+"""Most keys of a block by the bytes of an element."""
 BLOCK_BYTES = 16384
-MAX_BLOCK_KEYS = 64
 MIN_PRODUCT = 16
 
 
@@ -48,8 +49,8 @@ class HeadShape:
 
     @property
     def block_keys(self) -> int:
-        """Keys taken at once: as many as leave room for K and V, each twice, beside each other in shared memory."""
-        return max(MIN_PRODUCT, min(MAX_BLOCK_KEYS, BLOCK_BYTES // self.row_bytes))
+        """Keys taken at once: as many as leave room for two blocks of K and of V in shared memory."""
+        return max(MIN_PRODUCT, min(BLOCK_KEYS[np.dtype(self.dtype).itemsize], BLOCK_BYTES // self.row_bytes))
 
 
 class KeySource(NamedTuple):
