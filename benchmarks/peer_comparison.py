@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf_forms import costs_of
+from gguf_forms import GgufFormError, costs_of
 from machine_limits import MachineLimits
 from peer_process import PeerProcess
 from peer_targets import Measure, limits_of, measures_of
@@ -60,11 +60,15 @@ class Comparison:
 
     def __init__(self, entrants: Mapping[str, Entrant], passes: int, vocabulary: int, console: Console) -> None:
         """Engines by "engine.weights", one of them jaxkv's at most for each kind of weights."""
-        self._entrants, self._passes, self._vocabulary, self._console = entrants, passes, vocabulary, console
+        self._entrants, self._passes, self._vocabulary, self._console = dict(entrants), passes, vocabulary, console
         self.figures: dict[str, dict[str, Figure]] = {}
         self.limits: dict[str, dict[str, float]] = {}
         self._processes: dict[str, PeerProcess] = {}
-        self._costs = {name: costs_of(entry.path) for name, entry in entrants.items() if name.startswith("jaxkv")}
+        try:
+            self._costs = {name: costs_of(entry.path) for name, entry in entrants.items() if name.startswith("jaxkv")}
+        except GgufFormError as error:
+            console.print(f"no fraction of the machine's limit will be known: {error}", markup=False)
+            self._costs = {}
         self._machine = MachineLimits(THREADS)
         self._machine_passes: dict[str, list[float]] = {}
 
@@ -113,6 +117,7 @@ class Comparison:
             try:
                 passes = [self._start_once(engine, workload) for _ in range(self._passes)]
             except PeerError as error:
+                del self._entrants[engine]
                 self._say_left_out(engine, error)
             else:
                 self._report(engine, "startup", passes, {"workload": "startup", "requests": 1})

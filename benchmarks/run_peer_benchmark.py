@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gguf_forms import Form, in_form
+from gguf_forms import Form, GgufFormError, in_form
 from llama_cpp_peer import LlamaCpp
 from peer_comparison import THREADS, Comparison, Entrant
 from peer_process import serve
@@ -116,9 +116,13 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     vocabulary = 1 + max(max(request.prompt) for workload in workloads.values() for request in workload.requests)
     if options.quick:
         workloads = {name: shortened(workload) for name, workload in workloads.items()}
-    comparison = Comparison(
-        {name: entrant_of(name, options.model) for name in options.engines}, options.passes, vocabulary, console
-    )
+    entrants = {}
+    for name in options.engines:
+        try:
+            entrants[name] = entrant_of(name, options.model)
+        except GgufFormError as error:
+            console.print(f"{name} is left out: {error}", markup=False)
+    comparison = Comparison(entrants, options.passes, vocabulary, console)
     try:
         if "startup" in options.workloads:
             comparison.measure_startup(workloads["startup"])

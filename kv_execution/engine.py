@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
 from kv_common.layout import layout_for_budget
-from kv_common.namespace import CacheNamespace
 from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
@@ -23,7 +22,7 @@ from kv_control.scheduler import Scheduler
 from kv_execution.batcher import Batcher, check_params, checked_prompt
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
-from kv_execution.engine_values import EnginePlan, EngineStats, engine_stats
+from kv_execution.engine_values import EnginePlan, EngineStats, engine_stats, namespace_of
 from kv_execution.held_requests import HeldRequests, PrefillResult
 from kv_execution.needed_shapes import shapes_needed
 from kv_execution.processes import agreed_clock, seed_source
@@ -138,20 +137,7 @@ class PagedEngine:
             mesh=self.model.tensor_mesh,
             debug=config.debug,
         )
-        self._namespace = CacheNamespace(
-            # The fingerprint covers configuration, RoPE and compute dtype too.
-            weights_fingerprint=self.model.fingerprint if config.prefix_cache else b"",
-            revision="",
-            model_config=(),
-            rope=(),
-            compute_dtype=self.model.spec.dtype,
-            # Requests come as token ids, so what made them of a text is no part of their K/V.
-            tokenizer_fingerprint=b"",
-            kv_dtype=layout.dtype,
-            kv_quantization="",
-            layout=layout.page_geometry,
-            kv_head_shards=layout.kv_head_shards,
-        )
+        self._namespace = namespace_of(self.model, layout, prefix_cache=config.prefix_cache)
         self._batcher = Batcher(
             self._runtime,
             self.model.spec,
@@ -261,7 +247,7 @@ class PagedEngine:
         finally:
             for request_id in submitted:
                 batcher.abort(request_id)
-        return [_result(tokens) for tokens in outputs]
+        return [GenerationResult.of(tokens) for tokens in outputs]
 
     def score(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Log-probabilities [tokens, vocab] of what follows each token, through the paged path; compiles its own
@@ -311,15 +297,3 @@ class PagedEngine:
         self._require_runtime()
         assert self._held is not None
         return self._held
-
-
-def _result(outputs: list[TokenOutput]) -> GenerationResult:
-    reason = outputs[-1].finish_reason
-    assert reason is not None
-    return GenerationResult(
-        tokens=tuple(output.token for output in outputs if output.token is not None),
-        logprobs=tuple(output.logprob for output in outputs if output.logprob is not None),
-        top_logprobs=tuple(output.top_logprobs for output in outputs if output.logprob is not None),
-        finish_reason=reason,
-        cached_tokens=outputs[-1].cached_tokens,
-    )

@@ -1,10 +1,12 @@
-"""What an engine says about itself."""
+"""What an engine says about itself: its plan, its counts, and the name of its cache."""
 
 from typing import NamedTuple
 
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.model_spec import ModelSpec
+from kv_common.namespace import CacheNamespace
 from kv_control.buckets import StepShape
+from kv_execution.protocols import CausalModel
 from kv_execution.runtime import PagedRuntime
 
 
@@ -56,4 +58,22 @@ def engine_stats(runtime: PagedRuntime, traces: int) -> EngineStats:
         copied_pages=counters.copied_pages,
         traces=traces,
         shapes_used=len(counters.shapes),
+    )
+
+
+def namespace_of(model: CausalModel, layout: KvStorageLayoutV1, *, prefix_cache: bool) -> CacheNamespace:
+    """What the K/V of `model` in pools of `layout` is cached under, but for the tenant."""
+    return CacheNamespace(
+        # The fingerprint covers configuration, RoPE and compute dtype too.
+        weights_fingerprint=model.fingerprint if prefix_cache else b"",
+        revision="",
+        model_config=(),
+        rope=(),
+        compute_dtype=model.spec.dtype,
+        # Requests come as token ids, so what made them of a text is no part of their K/V.
+        tokenizer_fingerprint=b"",
+        kv_dtype=layout.dtype,
+        kv_quantization="",
+        layout=layout.page_geometry,
+        kv_head_shards=layout.kv_head_shards,
     )

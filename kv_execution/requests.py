@@ -1,5 +1,6 @@
 """What a caller gets back from a request: token by token, or whole."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -42,6 +43,19 @@ class GenerationResult(NamedTuple):
     top_logprobs: tuple[tuple[TokenLogprob, ...], ...]
     finish_reason: FinishReason
     cached_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Sequence[TokenOutput]) -> "GenerationResult":
+        """The whole of a request that has ended."""
+        reason = outputs[-1].finish_reason
+        assert reason is not None
+        return cls(
+            tokens=tuple(output.token for output in outputs if output.token is not None),
+            logprobs=tuple(output.logprob for output in outputs if output.logprob is not None),
+            top_logprobs=tuple(output.top_logprobs for output in outputs if output.logprob is not None),
+            finish_reason=reason,
+            cached_tokens=outputs[-1].cached_tokens,
+        )
 
 
 @dataclass(eq=False)

@@ -82,7 +82,7 @@ class PagedRuntime:
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
         self._table = SamplingTable(buckets.max_rows)
-        self._inputs = StepInputs(provider, self.layout, buckets.max_rows, mesh)
+        self._inputs = StepInputs(provider, self.layout, buckets.max_rows)
         self._ran: set[tuple[StepShape, type]] = set()
         with reporting_cache_faults():
             self.state = DeviceState(

@@ -1,12 +1,9 @@
 """The arrays that a step hands to the device, padded to the shape of its program.
 
-What is padding alone (in a step of decodes: nothing to clear, nothing to copy) is the same array every time and stays
-on the device, since each array that has to be brought there costs the host more than filling it.
+They stay apart, and in numpy: bringing a small array to a CPU device costs a jitted call a fraction of a microsecond,
+so packing them into one would only hide which is which.
 """
 
-from typing import NamedTuple
-
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,47 +13,33 @@ from kv_control.buckets import StepShape, page_entries, scrub_entries
 from kv_control.scheduler import StepPlan
 from kv_execution.step import ForwardInputs
 from kv_kernels.provider import KernelProvider, PlanShape
-from kv_kernels.tensor_parallel import TensorMesh
-
-
-class _Padding(NamedTuple):
-    """A step of no tokens in memory of the host, and on the device where it is kept there."""
-
-    host: ForwardInputs
-    device: ForwardInputs
 
 
 class StepInputs:
-    """Builds `ForwardInputs`; `max_rows` is one past the last row of the token histories. Over a mesh every array
-    comes from the host: one on a device would make another program of the step.
-    """
+    """Builds `ForwardInputs`; `max_rows` is one past the last row of the token histories."""
 
-    def __init__(
-        self, provider: KernelProvider, layout: KvStorageLayoutV1, max_rows: int, mesh: TensorMesh | None
-    ) -> None:
-        self._keep_padding = mesh is None
+    def __init__(self, provider: KernelProvider, layout: KvStorageLayoutV1, max_rows: int) -> None:
         self._provider = provider
         self._layout = layout
         self._max_rows = max_rows
-        self._paddings: dict[StepShape, _Padding] = {}
+        self._paddings: dict[StepShape, ForwardInputs] = {}
 
     def of(self, plan: StepPlan | None, shape: StepShape) -> ForwardInputs:
         """The step of `plan` padded to `shape`; of padding alone where there is no plan."""
         padding = self._paddings.get(shape)
         if padding is None:
-            host = self._padding(shape)
-            padding = self._paddings[shape] = _Padding(host, jax.device_put(host) if self._keep_padding else host)
+            padding = self._paddings[shape] = self._padding(shape)
         if plan is None:
-            return padding.device
-        table, host, device = plan.table, padding.host, padding.device
+            return padding
+        table = plan.table
         return ForwardInputs(
-            token_rows=_over(host.token_rows, plan.token_rows),
-            positions=_over(host.positions, table.positions),
-            slots=_over(host.slots, table.write_slots),
-            scrub_pages=_over(host.scrub_pages, plan.scrub_pages) if plan.scrub_pages.size else device.scrub_pages,
-            copy_sources=_over(host.copy_sources, plan.copy_sources) if plan.copy_sources.size else device.copy_sources,
-            copy_targets=_over(host.copy_targets, plan.copy_targets) if plan.copy_targets.size else device.copy_targets,
-            logit_rows=_over(host.logit_rows, table.query_start[1:] - 1),
+            token_rows=_over(padding.token_rows, plan.token_rows),
+            positions=_over(padding.positions, table.positions),
+            slots=_over(padding.slots, table.write_slots),
+            scrub_pages=_over(padding.scrub_pages, plan.scrub_pages),
+            copy_sources=_over(padding.copy_sources, plan.copy_sources),
+            copy_targets=_over(padding.copy_targets, plan.copy_targets),
+            logit_rows=_over(padding.logit_rows, table.query_start[1:] - 1),
             plan=self._provider.plan(table, self._plan_shape(shape)),
         )
 
@@ -78,6 +61,8 @@ class StepInputs:
 
 
 def _over(padding: NDArray[np.int32], values: NDArray[np.integer]) -> NDArray[np.int32]:
+    if not len(values):
+        return padding
     filled = padding.copy()
     filled[: len(values)] = values
     return filled

@@ -137,10 +137,8 @@ class StepView:
             if vocab_size % width:
                 return self.linear(x, matrix, norm=norm, out_dtype=jnp.float32)
             # Seen as a stack of ranges, of which the rank is the index, so that no range is copied out.
-            matrix, norm = (
-                jax.tree.map(lambda leaf: leaf.reshape(width, -1, *leaf.shape[1:]), matrix),
-                Norm(jnp.broadcast_to(norm.weight, (width, *norm.weight.shape)), norm.eps),
-            )
+            matrix = jax.tree.map(lambda leaf: leaf.reshape(width, -1, *leaf.shape[1:]), matrix)
+            norm = Norm(jnp.broadcast_to(norm.weight, (width, *norm.weight.shape)), norm.eps)
             layer = lax.axis_index(TENSOR_AXES)
         part = self.linear(x, matrix, layer, norm=norm, out_dtype=jnp.float32)
         return part if width == 1 else lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)

@@ -13,7 +13,7 @@ import jax
 
 from kv_common.errors import JaxkvError
 
-LEVELS = ("generic", "avx2", "avx512")
+LEVELS = ("generic", "avx2", "avx512", "amx")
 """Instruction sets that kernels may exist for, slowest first."""
 
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"

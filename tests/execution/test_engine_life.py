@@ -176,3 +176,14 @@ def test_any_life_of_an_engine_keeps_its_pages_and_its_tokens(examples, requests
     )
     run_state_machine_as_test(EngineLife, settings=run)
     assert next(EngineLife.submitted) >= requests
+
+
+def test_logprobs_come_to_those_who_ask_and_change_no_token():
+    engine = make_engine(golden_model("llama"))
+    plain, asking = SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, logprobs=True)
+    alone = engine.generate([[5, 6, 7]], plain)[0]
+    first, second = engine.generate([[5, 6, 7], [5, 6, 7]], [plain, asking])
+    assert first.tokens == second.tokens == alone.tokens
+    assert first.logprobs == first.top_logprobs == alone.logprobs == ()
+    assert len(second.logprobs) == len(second.tokens)
+    assert all(logprob <= 0 for logprob in second.logprobs)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_execution.sampler_state import SamplerState, empty_sampler_state, record_tokens, set_request
-from kv_execution.sampling import Sampled, SamplingInputs, process_logits, sample
+from kv_execution.sampling import Sampled, SamplingInputs, process_logits, sample, sample_greedy
 from kv_execution.sampling_params import GREEDY_BELOW_TEMPERATURE, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, seed_words
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "sampling"
@@ -553,3 +553,25 @@ def test_each_optional_part_sits_behind_its_own_condition() -> None:
     jaxpr = jax.make_jaxpr(sample)(random_logits(2, VOCAB_SIZE), make_inputs(2), busy_state()).jaxpr
     outside = {equation.primitive.name for equation in jaxpr.eqns}
     assert not outside & {"scatter", "scatter-add", "while", "scan", "random_bits", "top_k"}
+
+
+def test_the_small_greedy_sampler_chooses_what_the_full_one_chooses() -> None:
+    logits = np.array(random_logits(8, VOCAB_SIZE))
+    logits[1, 5:40] = logits[1].max() + 1  # ties go to the lowest id
+    logits[2], logits[3] = np.nan, -np.inf
+    logits[4, :3] = np.nan, np.inf, np.inf
+    logits[5] = np.where(np.arange(VOCAB_SIZE) == 7, 0.0, -0.0)
+    logits[6] = -np.abs(logits[6])
+    full = jit_sample(logits, make_inputs(8), state_with_history()).token
+    np.testing.assert_array_equal(jax.jit(sample_greedy)(logits), full)
+    np.testing.assert_array_equal(full, np.argmax(np.where(np.isnan(logits), -np.inf, logits), axis=1))
+
+
+def test_a_step_without_logprobs_has_the_same_tokens() -> None:
+    logits = random_logits(4, VOCAB_SIZE)
+    asks = {"temperature": [0, 1, 0, 2], "seed": 3}
+    asked, not_asked = (
+        jit_sample(logits, make_inputs(4, logprobs=logprobs, **asks), state_with_history())
+        for logprobs in (True, False)
+    )
+    np.testing.assert_array_equal(asked.token, not_asked.token)

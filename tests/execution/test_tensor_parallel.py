@@ -5,23 +5,22 @@ import itertools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_case import GOLDEN, golden_prompts, make_engine
 from jax.sharding import Mesh
 
 from benchmarks.random_llama import write_random_llama
-from kv_execution import EngineConfig, EngineConfigError, PagedEngine, SamplingParams, step
-from kv_execution.sampling import MAX_TOP_LOGPROBS, Sampled
+from kv_execution import EngineConfig, EngineConfigError, PagedEngine, SamplingParams, engine
+from kv_kernels.selection import choose_provider
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
 from models import LoadedModel, load_model
 
 ONE_ROW = {"provider": "native", "max_requests": 1, "max_step_tokens": 16, "max_context": 64}
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 WIDTHS, KV_HEADS = (2, 4, 8), (8, 4, 2, 1)
-# The corners of the table: every regime, the fewest and the most replicas.
-CORNERS = {(2, 8), (8, 8), (4, 2), (8, 1)}
+# Where the reference, which is slow to compile, runs by default too: a head each, and one head for all.
+CORNERS = {(4, 4), (8, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +42,6 @@ def prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     long = rng.integers(0, 96, 37)
     return [rng.integers(0, 96, 5), long, np.append(long[:33], rng.integers(0, 96, 4)), rng.integers(0, 96, 30)]
-
-
-@pytest.fixture
-def plain_sampler(monkeypatch):
-    """Argmax in the place of the sampler, which takes longer to compile than the model and has tests of its own."""
-
-    def sample(logits, inputs, state) -> Sampled:
-        rows = logits.shape[0]
-        none = jnp.full((rows, MAX_TOP_LOGPROBS), -1, jnp.int32)
-        return Sampled(jnp.argmax(logits, axis=1).astype(jnp.int32), jnp.zeros(rows), none, none.astype(jnp.float32))
-
-    monkeypatch.setattr(step, "sample", sample)
 
 
 @functools.cache
@@ -88,7 +75,6 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.usefixtures("plain_sampler")
 @pytest.mark.parametrize(("provider", "width", "kv_heads"), COMBINATIONS)
 def test_any_width_yields_the_tokens_of_one_device(provider, width, kv_heads, checkpoint):
     model = load_model(checkpoint(kv_heads), tensor_parallel=width)
@@ -116,7 +102,6 @@ def test_any_width_yields_the_tokens_of_one_device(provider, width, kv_heads, ch
     assert stored == layout.total_pool_bytes
 
 
-@pytest.mark.usefixtures("plain_sampler")
 def test_biases_and_a_tied_embedding_are_added_and_read_once():
     prompt, tokens = golden_prompts("llama_bias_tied")[1], {}
     for width in (1, 2, 4):
@@ -126,7 +111,6 @@ def test_biases_and_a_tied_embedding_are_added_and_read_once():
     assert tokens[4] == tokens[1]
 
 
-@pytest.mark.usefixtures("plain_sampler")
 def test_a_vocabulary_that_the_devices_do_not_divide_is_multiplied_whole(tmp_path):
     directory, tokens = write_random_llama(tmp_path, layers=1, vocab_size=97), {}
     for width in (1, 2):
@@ -152,7 +136,6 @@ def test_scores_are_those_of_one_device(checkpoint):
     np.testing.assert_allclose(scores[0], scores[1], atol=2e-5)
 
 
-@pytest.mark.usefixtures("plain_sampler")
 @pytest.mark.parametrize("make_mesh", [Mesh, jax.make_mesh], ids=["automatic axes", "explicit axes"])
 def test_a_mesh_may_have_more_axes(make_mesh, checkpoint):
     names = ("data", KV_HEAD_SHARD, "expert", KV_HEAD_REPLICA)
@@ -169,7 +152,6 @@ def test_a_mesh_may_have_more_axes(make_mesh, checkpoint):
     assert len(set(pointers)) == 16, "eight devices hold their own K and V"
 
 
-@pytest.mark.usefixtures("plain_sampler")
 @pytest.mark.parametrize("provider", ["native", "reference"])
 def test_every_device_keeps_its_buffers(provider, checkpoint):
     engine = make_engine(load_model(checkpoint(2), tensor_parallel=4), **{**ONE_ROW, "provider": provider}, debug=True)
@@ -260,6 +242,29 @@ def test_each_rank_holds_the_query_heads_of_its_own_kv_head(checkpoint):
     q, k = (np.asarray(attention["whole"][name]["weight"].values) for name in "qk")
     for name, matrix, heads_each, head_of in (("q", q, 1, lambda rank: rank), ("k", k, 1, lambda rank: rank // 4)):
         shards = {s.device: s.data for s in attention["spread"][name]["weight"].values.addressable_shards}
-        for rank, device in enumerate(spread.tensor_mesh.mesh.devices.flat):
+        for rank, device in enumerate(jax.devices()):
             first = head_of(rank) * 8
             np.testing.assert_array_equal(shards[device], matrix[:, first : first + 8 * heads_each])
+
+
+def test_a_provider_is_asked_about_the_heads_of_one_device(checkpoint, monkeypatch):
+    asked = []
+
+    def choose(needs, requested):
+        asked.append(needs)
+        return choose_provider(needs, requested)
+
+    monkeypatch.setattr(engine, "choose_provider", choose)
+    PagedEngine(load_model(checkpoint(2), tensor_parallel=8), EngineConfig())
+    assert [(needs.num_heads, needs.num_kv_heads) for needs in asked] == [(1, 1)]
+
+
+@pytest.mark.slow
+def test_the_real_model_spread_over_three_devices_says_the_same(smollm2_gguf):
+    tokens = {}
+    for width in (1, 3):
+        model = load_model(smollm2_gguf, tensor_parallel=width)
+        prompt = model.tokenizer.encode("The three primary colors are")
+        paged = make_engine(model, **{**ONE_ROW, "kv_pool_bytes": 64 << 20})
+        tokens[width] = paged.generate([prompt], SamplingParams(max_tokens=24, ignore_eos=True))[0].tokens
+    assert tokens[3] == tokens[1]

@@ -52,7 +52,7 @@ def compiled_step(model, provider: str, **settings) -> Module:
         model, provider=provider, max_requests=2, max_step_tokens=16, max_context=64, kv_pool_bytes=4 << 20, **settings
     )
     runtime = engine._runtime
-    inputs = runtime._inputs(None, SHAPE)
+    inputs = runtime._inputs.of(None, SHAPE)
     compiled = runtime._programs.forward.lower(engine.model.params, runtime.state, inputs).compile()
     return Module(compiled.as_text(), compiled.memory_analysis(), engine)
 

@@ -4,6 +4,7 @@ import logging
 
 import jax
 import numpy as np
+import pytest
 from engine_case import golden_model, make_engine
 
 from kv_execution import SamplingParams
@@ -58,3 +59,21 @@ def test_warm_up_disturbs_no_request_that_is_running():
     while step := engine.generate_paged():
         tokens.append(step[first.handle].token)
     assert tuple(tokens) == expected
+
+
+@pytest.mark.parametrize("lengths", [(5,), (40,), (3, 3, 60), (20, 20, 20, 20)])
+@pytest.mark.parametrize("max_tokens", [1, 2, 30])
+def test_what_prompts_need_is_foreseen_and_no_more(lengths, max_tokens):
+    model = golden_model("llama")
+    engine = make_engine(model, max_step_tokens=32)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    prompts = [np.arange(3, 3 + length) for length in lengths]
+    needed = engine.shapes_needed(prompts, [params] * len(prompts))
+    assert set(needed) <= set(engine.describe().shapes)
+    engine.warmup_paged(shapes=needed, params=[params])
+    traces = engine.stats().traces
+    engine.generate(prompts, params)
+    assert engine.stats().traces == traces
+    assert engine._runtime.counters.shapes <= set(needed)
+    if max_tokens == 1:
+        assert engine._runtime.counters.shapes == set(needed)

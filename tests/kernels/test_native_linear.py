@@ -31,6 +31,13 @@ def assert_close(got, expected, bound: float) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=bound * max(1.0, np.abs(expected).max(initial=0)))
 
 
+def assert_as_exact_as_float32(got, x: jax.Array, weight, layer: int | None = None) -> None:
+    """Within a few roundings of the sum of the sizes of all terms, whatever they add up to."""
+    matrix = np.abs(np.asarray(dequantize(weight if layer is None else take_layer(weight, layer), jnp.float32)))
+    sizes = np.abs(np.asarray(x, np.float64)) @ matrix.astype(np.float64).T
+    assert (np.abs(np.asarray(got, np.float64) - exact(x, weight, layer)) <= 5e-7 * sizes).all()
+
+
 def call_linear(*operands, results, **attributes) -> None:
     """The handler itself, so that operands can be wrong."""
     defaults = {"kinds": "dense", "norm_eps": np.float32(-1), "has_residual": False, "activation": ""}
@@ -52,8 +59,8 @@ def test_every_size_and_kind_equals_plain_multiplication(kind, level, tokens, ou
     weight = random_weight(seed, kind, *stack, out_features=out_features, in_features=in_features)
     x = activations(seed, tokens, weight.in_features)
     with running(level=level):
-        got = np.asarray(NATIVE.product(x, weight, layer, None))
-    assert_close(got, exact(x, weight, layer), 1e-6)
+        got = NATIVE.product(x, weight, layer, None)
+    assert_as_exact_as_float32(got, x, weight, layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,8 +92,57 @@ def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(ki
         whole = np.asarray(NATIVE.product(x, weight, 1, None))
     for threads in (1, 2):
         with running(level=level, threads=threads):
-            for first, last in ((0, 1), (0, 2), (3, 6), (7, 11), (40, 57), (60, 157), (0, 200)):
-                np.testing.assert_array_equal(NATIVE.product(x[first:last], weight, 1, None), whole[first:last])
+            for tokens in (*range(1, 34), 96, 97, 200):
+                first = 7 * tokens % (201 - tokens)
+                some = slice(first, first + tokens)
+                np.testing.assert_array_equal(NATIVE.product(x[some], weight, 1, None), whole[some])
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "in_features"), [(1, 576), (5, 64), (20, 1536)])
+def test_any_number_of_outputs_has_the_errors_of_float32(kind, level, tokens, in_features):
+    for out_features in (1, 15, 16, 17, 40):
+        weight = random_weight(out_features, kind, out_features=out_features, in_features=in_features)
+        x = activations(tokens, tokens, in_features)
+        with running(level=level):
+            assert_as_exact_as_float32(NATIVE.product(x, weight, None, None), x, weight)
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", QUANT_KINDS)
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_numbers_of_any_size_are_kept_to_a_fraction_of_the_largest_in_their_block(kind, level, tokens):
+    weight = random_weight(14, kind, out_features=48, in_features=320)
+    x = np.asarray(activations(15, tokens, 320)).reshape(tokens, 10, 32)
+    x = x * np.float32(10.0) ** np.asarray([-45, -36, -25, -12, -3, 0, 3, 12, 20, 30], np.float32)[:, None]
+    x[..., 7] *= 1000
+    x = x.reshape(tokens, 320)
+    matrix = np.asarray(dequantize(weight, jnp.float32), np.float64)
+    largest = np.abs(x).reshape(tokens, 10, 32).max(-1, keepdims=True) * np.ones(32)
+    for block in range(10):
+        alone = np.zeros_like(x)
+        alone[:, 32 * block : 32 * block + 32] = x[:, 32 * block : 32 * block + 32]
+        with running(level=level):
+            got = np.asarray(NATIVE.product(jnp.asarray(alone), weight, None, None))
+        size = largest[:, block] @ np.abs(matrix[:, 32 * block : 32 * block + 32]).T
+        assert (np.abs(got - alone.astype(np.float64) @ matrix.T) <= 2.0**-22 * size + 2.0**-90).all()
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, tokens, number):
+    weight = random_weight(16, kind, out_features=20, in_features=96)
+    x = np.array(activations(17, tokens, 96))
+    with running(level=level):
+        before = np.asarray(NATIVE.product(jnp.asarray(x), weight, None, None))
+        x[1, 40] = number
+        after = np.asarray(NATIVE.product(jnp.asarray(x), weight, None, None))
+    assert not np.isfinite(after[1]).any()
+    others = np.arange(tokens) != 1
+    np.testing.assert_array_equal(after[others], before[others])
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)

@@ -141,3 +141,49 @@ def test_options_that_do_not_go_together_are_refused(options, message, model, ca
     complaint = capsys.readouterr().err
     assert message in complaint
     assert complaint.count("\n") == 1
+
+
+APART = """
+import sys, time, itertools
+from kv_execution import EngineConfig, PagedEngine, SamplingParams, join_processes
+from models import load_model
+
+coordinator, process_id, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+group = join_processes(coordinator, 2, process_id)
+readings = itertools.count(process_id * 1000, 3)  # their clocks differ, and this one is also fast
+engine = PagedEngine(
+    load_model(model, tensor_parallel=2),
+    EngineConfig(max_requests=2, max_step_tokens=16, max_context=64, kv_pool_bytes=1 << 20),
+    clock=lambda: float(next(readings)),
+)
+engine.init_paged_runtime()
+batcher = engine.batcher()
+params = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)  # and no seed
+ids = [batcher.submit([5, 6, 7], params, deadline_s=deadline_s) for deadline_s in (None, 40, None)]
+while batcher.has_unfinished:
+    for output in batcher.step():
+        print(ids.index(output.request_id), output.token, output.finish_reason)
+group.leave()
+"""
+
+
+@pytest.mark.slow
+def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
+    coordinator = f"127.0.0.1:{free_port()}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", APART, coordinator, str(process_id), str(model)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for process_id in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    told = [[line for line in out.decode().splitlines() if "Gloo" not in line] for out, _ in outputs]
+    assert told[0] == told[1]
+    assert told[0][-1].endswith("length")
+    assert any(line.startswith("1 ") and line.endswith("deadline") for line in told[0]), told[0]
+    assert len({tuple(line.split()[1] for line in told[0] if line.startswith(first)) for first in "02"}) == 2

@@ -3,12 +3,29 @@
 #include <atomic>
 #include <cstring>
 
+#ifdef JAXKV_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace jaxkv {
 namespace {
 
+#ifdef JAXKV_AMX
+// Whether the CPU has tiles of bf16, and the kernel lets this process use them: it is asked once, for all threads.
+bool amx_allowed() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kTilesOfBf16 = 1u << 22 | 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTilesOfBf16) != kTilesOfBf16) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 // The tables that this CPU can run, slowest first.
 struct Levels {
-  const Kernels* tables[3];
+  const Kernels* tables[4];
   int count = 0;
 
   Levels() {
@@ -20,6 +37,11 @@ struct Levels {
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         tables[count++] = &avx512_kernels();
+#ifdef JAXKV_AMX
+        if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") && amx_allowed()) {
+          tables[count++] = &amx_kernels();
+        }
+#endif
       }
     }
 #endif

@@ -74,8 +74,8 @@ struct Kernels {
   int64_t (*packed_size)(const WeightView& weight, int64_t tokens);
   // x [tokens][x_stride] into the form that `product` reads; the same for all weights of one kind and in_features.
   void (*pack)(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed);
-  // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. What
-  // lies between `outputs` and the next multiple of kRowGroup may be overwritten.
+  // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. Other
+  // numbers of the kTokenBlock rows may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                   float* results);
   // x / sqrt(mean(x^2) + eps) * weight.
@@ -103,6 +103,7 @@ const Kernels& generic_kernels();
 #ifdef JAXKV_X86
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& amx_kernels();
 #endif
 
 // The kernels in use: the best that the CPU has, or what jaxkv_set_level chose.

@@ -13,6 +13,7 @@ namespace jaxkv {
 namespace {
 
 constexpr int64_t kTasksPerThread = 6;
+constexpr int64_t kChunkOutputs = 16;  // a task has a multiple of so many: all levels multiply them in whole groups
 constexpr int64_t kSerialTokens = 32;  // so few are prepared by the caller: cheaper than waking a thread
 
 struct Matrix {
@@ -132,8 +133,8 @@ void run(ffi::ThreadPool& pool, Call& call) {
   for (const Matrix& matrix : call.matrices) outputs += matrix.weight.out_features;
   if (gated) outputs /= 2;
   const int64_t wanted = std::max<int64_t>(1, kTasksPerThread * thread_count(pool) / call.token_blocks);
-  const int64_t even = (outputs / wanted + kRowGroup - 1) / kRowGroup * kRowGroup;
-  call.chunk = std::clamp<int64_t>(even, 4 * kRowGroup, 16 * kOutputBlock);
+  const int64_t even = (outputs / wanted + kChunkOutputs - 1) / kChunkOutputs * kChunkOutputs;
+  call.chunk = std::clamp<int64_t>(even, kChunkOutputs, 16 * kOutputBlock);
   call.chunks = 0;
   for (Matrix& matrix : call.matrices) {
     matrix.first_chunk = gated ? 0 : call.chunks;

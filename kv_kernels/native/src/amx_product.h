@@ -1,0 +1,394 @@
+// The product with quantized weights: exact integers, on tiles of bf16 or on vectors of bytes.
+//
+// A token's block of 32 numbers is rounded to integers of 24 bits times a power of two: the largest is kept to 2^-23 of
+// itself. They are cut in three digits of eight bits, which are exact in bf16 as quants are; so are all sums of a block's
+// digits times quants in float32, in any order. What tiles and vectors make of them is therefore one number: the digits'
+// sums, added from the lowest on. Then acc = sum * scale + acc, acc = sum of x * min + acc, block by block. A block with
+// a number that is not finite gives nan, and one whose numbers are all below 2^-100 counts as zeros.
+#pragma once
+
+#include <cstring>
+
+#include "amx_unpack.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int kDigits = 3;
+constexpr int64_t kBlockTiles = kOutputBlock / kTileOutputs;
+constexpr int64_t kRunBlocks = 3;  // blocks that pass through the tiles together
+constexpr int64_t kFewTokens = 4;  // are multiplied by vectors: their tiles would cost more than their products
+
+// What makes the unsigned quants that the vector instruction takes of a kind's quants.
+constexpr int quant_offset(WeightKind kind) {
+  return kind == WeightKind::kQ8_0 ? 128 : kind == WeightKind::kQ4_0 ? 8 : 0;
+}
+
+// Tokens are cut in tiles of one height. Packed x is [tiles][blocks][digit, lowest first][height][row_bytes]: digits as
+// bytes for few tokens, or as pairs of bf16, times their place. After all of it are the numbers of every block.
+struct TokenTiles {
+  TokenTiles(const WeightView& weight, int64_t tokens) {
+    tiles = (tokens + kTileRows - 1) / kTileRows;
+    const int64_t even = (tokens + tiles - 1) / tiles;
+    height = even <= kFewTokens ? even : (even + 3) / 4 * 4;
+    blocks = weight.in_features / kQuantBlock;
+    row_bytes = is_few() ? kQuantBlock : 2 * kQuantBlock;
+    numbers = is_few() ? kFewNumbers : 1;
+  }
+  bool is_few() const { return height <= kFewTokens; }
+  int64_t block_bytes() const { return kDigits * height * row_bytes; }
+  int64_t numbers_offset() const { return tiles * blocks * block_bytes() / 4; }
+  int64_t floats() const { return numbers_offset() + tiles * blocks * numbers * height; }
+
+  // Per block [numbers][height]: the sum of x; for few tokens then what the lower digits and the highest one count, and
+  // for each digit, an integer, what takes the offset of the quants off its sum.
+  static constexpr int64_t kFewNumbers = 3 + kDigits;
+  int64_t tiles, height, blocks, row_bytes, numbers;
+};
+
+// A power of two that makes integers of 24 bits of numbers up to `largest`, with a highest digit below 128; or 0.
+inline float integer_scale(float largest) {
+  const float above = largest * (128.0f / 127.0f);
+  uint32_t bits;
+  std::memcpy(&bits, &above, sizeof bits);
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  if (exponent < -100) return 0;
+  bits = static_cast<uint32_t>(22 - exponent + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+
+// The lowest eight bits of n as a signed number, which are taken from n.
+inline __m512i take_digit(__m512i* n) {
+  const __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(*n, 24), 24);
+  *n = _mm512_srai_epi32(_mm512_sub_epi32(*n, digit), 8);
+  return digit;
+}
+
+// One block of one token: its digits, and its numbers `shape.height` apart.
+inline void pack_block(const float* from, const TokenTiles& shape, int offset, char* to, float* numbers) {
+  const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
+  constexpr int kNotFinite = 0x99;
+  const bool finite = !(_mm512_fpclass_ps_mask(low, kNotFinite) | _mm512_fpclass_ps_mask(high, kNotFinite));
+  const float scale = integer_scale(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))));
+  float place = !finite ? __builtin_nanf("") : scale == 0 ? 0.0f : 1.0f / scale;
+  __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(low, _mm512_set1_ps(scale)));
+  __m512i m = _mm512_cvtps_epi32(_mm512_mul_ps(high, _mm512_set1_ps(scale)));
+  numbers[0] = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+  if (shape.is_few()) {
+    numbers[shape.height] = place;
+    numbers[2 * shape.height] = place * 65536;
+  }
+  for (int digit = 0; digit < kDigits; ++digit, to += shape.height * shape.row_bytes, place *= 256) {
+    const __m512i first = take_digit(&n), second = take_digit(&m);
+    if (shape.is_few()) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(first));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm512_cvtepi32_epi8(second));
+      const int32_t added = -offset * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+      std::memcpy(&numbers[(3 + digit) * shape.height], &added, sizeof added);
+    } else {
+      const __m512 worth = _mm512_set1_ps(place);
+      _mm512_store_si512(to, paired(_mm512_mul_ps(_mm512_cvtepi32_ps(first), worth),
+                                    _mm512_mul_ps(_mm512_cvtepi32_ps(second), worth)));
+    }
+  }
+}
+
+int64_t amx_packed_size(const WeightView& weight, int64_t tokens) {
+  if (!is_quantized(weight.kind)) return avx512_kernels().packed_size(weight, tokens);
+  return TokenTiles(weight, tokens).floats();
+}
+
+void amx_pack(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed) {
+  if (!is_quantized(weight.kind)) return avx512_kernels().pack(weight, x, x_stride, tokens, packed);
+  const TokenTiles shape(weight, tokens);
+  alignas(64) static constexpr float kZeros[kQuantBlock] = {};
+  float* numbers = packed + shape.numbers_offset();
+  char* to = reinterpret_cast<char*>(packed);
+  for (int64_t tile = 0; tile < shape.tiles; ++tile) {
+    for (int64_t block = 0; block < shape.blocks; ++block) {
+      for (int64_t row = 0; row < shape.height; ++row) {
+        const int64_t token = tile * shape.height + row;
+        const float* from = token < tokens ? x + token * x_stride + block * kQuantBlock : kZeros;
+        pack_block(from, shape, quant_offset(weight.kind), to + row * shape.row_bytes, numbers + row);
+      }
+      to += shape.block_bytes();
+      numbers += shape.numbers * shape.height;
+    }
+  }
+}
+
+// Sixteen outputs of some blocks.
+struct Unpacked {
+  alignas(64) char tiles[kScaleRun][kTileBytes];
+  alignas(64) float scales[kScaleRun][kTileOutputs];
+  alignas(64) float mins[kScaleRun][kTileOutputs];
+};
+
+// Sixteen rows of a weight; those past the last one repeat it, and their results are of no use.
+template <WeightKind kKind>
+class TileRows {
+ public:
+  TileRows() = default;
+  TileRows(const WeightView& weight, int64_t output) : blocks_(weight.in_features / kQuantBlock) {
+    for (int64_t i = 0; i < kTileOutputs; ++i) {
+      const int64_t row = output + i < weight.out_features ? output + i : weight.out_features - 1;
+      values_[i] = static_cast<const uint8_t*>(weight.values) + row * blocks_ * block_bytes(kKind);
+      scales_[i] = weight.scales + row * blocks_;
+      if constexpr (kKind == WeightKind::kQ4_1) mins_[i] = weight.mins + row * blocks_;
+    }
+  }
+  const uint8_t* const* values() const { return values_; }
+  void unpack_scales(int64_t first, int64_t blocks, Unpacked* to) const {
+    jaxkv::unpack_scales(scales_, blocks_, first, blocks, to->scales[0]);
+    if constexpr (kKind == WeightKind::kQ4_1) jaxkv::unpack_scales(mins_, blocks_, first, blocks, to->mins[0]);
+  }
+  // Asks for what a block is in rows that come `tiles` times sixteen after these; which of them is which does not matter.
+  void prefetch_ahead(int64_t block, int64_t tiles) const {
+    const int64_t at = kTileOutputs * (tiles * blocks_ + block);
+    const uint8_t* next = values_[0] + at * block_bytes(kKind);
+    for (int64_t i = 0; i < kTileOutputs * block_bytes(kKind); i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
+    _mm_prefetch(scales_[0] + at, _MM_HINT_T0);
+    if constexpr (kKind == WeightKind::kQ4_1) _mm_prefetch(mins_[0] + at, _MM_HINT_T0);
+  }
+
+ private:
+  int64_t blocks_;
+  const uint8_t* values_[kTileOutputs];
+  const uint16_t* scales_[kTileOutputs];
+  const uint16_t* mins_[kTileOutputs];
+};
+
+// A product of some tokens with sixteen outputs over blocks [first, first + blocks): results [height][kOutputBlock] are
+// added to, or begun where first is 0.
+template <int kHeight>
+inline void load_results(int64_t first, const float* results, __m512* acc) {
+#pragma GCC unroll 16
+  for (int t = 0; t < kHeight; ++t) {
+    acc[t] = first == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(results + t * kOutputBlock);
+  }
+}
+template <int kHeight>
+inline void store_results(const __m512* acc, float* results) {
+#pragma GCC unroll 16
+  for (int t = 0; t < kHeight; ++t) _mm512_storeu_ps(results + t * kOutputBlock, acc[t]);
+}
+
+// On vectors, weights unpacked in registers.
+template <WeightKind kKind, int kHeight>
+inline void multiply_few(const TileRows<kKind>& rows, int64_t first, int64_t blocks, Unpacked* weight, const char* x,
+                         const float* numbers, float* results) {
+  __m512 acc[kHeight];
+  load_results<kHeight>(first, results, acc);
+  rows.unpack_scales(first, blocks, weight);
+  for (int64_t block = 0; block < blocks; ++block, numbers += TokenTiles::kFewNumbers * kHeight) {
+    __m512i values[kBlockVectors];
+    rows.prefetch_ahead(first + block, 1);
+    unpack_unsigned<kKind>(rows.values(), first + block, values);
+#pragma GCC unroll 4
+    for (int t = 0; t < kHeight; ++t) {
+      __m512i sums[kDigits];
+#pragma GCC unroll 3
+      for (int digit = 0; digit < kDigits; ++digit) {
+        const char* bytes = x + ((block * kDigits + digit) * kHeight + t) * kQuantBlock;
+        sums[digit] = _mm512_castps_si512(_mm512_set1_ps(numbers[(3 + digit) * kHeight + t]));
+#pragma GCC unroll 8
+        for (int i = 0; i < kBlockVectors; ++i) {
+          int32_t four;
+          std::memcpy(&four, bytes + 4 * i, sizeof four);
+          sums[digit] = _mm512_dpbusd_epi32(sums[digit], values[i], _mm512_set1_epi32(four));
+        }
+      }
+      const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[0]);
+      const __m512 highest = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[2]), _mm512_set1_ps(numbers[2 * kHeight + t]));
+      const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower), _mm512_set1_ps(numbers[kHeight + t]), highest);
+      acc[t] = _mm512_fmadd_ps(_mm512_load_ps(weight->scales[block]), sum, acc[t]);
+      if constexpr (kKind == WeightKind::kQ4_1) {
+        acc[t] = _mm512_fmadd_ps(_mm512_load_ps(weight->mins[block]), _mm512_set1_ps(numbers[t]), acc[t]);
+      }
+    }
+  }
+  store_results<kHeight>(acc, results);
+}
+
+// What two tiles of tokens make of two tiles of outputs, for a run of blocks; or one of either.
+template <int kHeight>
+using BlockSums = float[kRunBlocks][2][2][kHeight * kTileOutputs];
+
+// Digits of x times weights, block by block: sums[block][token tile][output tile]. Token tiles are `x_stride` bytes apart.
+template <int kHeight, int kTokenTiles, int kOutputTiles>
+inline void sum_blocks(const Unpacked* weights, int64_t blocks, const char* x, int64_t x_stride,
+                       BlockSums<kHeight>& sums) {
+  constexpr int64_t kDigitBytes = kHeight * 2 * kQuantBlock;
+  for (int64_t block = 0; block < blocks; ++block) {
+    tile_load<kWeightTile>(weights[0].tiles[block]);
+    tile_zero<kSumTile>();
+    if constexpr (kOutputTiles > 1) {
+      tile_load<kWeightTile + 1>(weights[1].tiles[block]);
+      tile_zero<kSumTile + 1>();
+    }
+    if constexpr (kTokenTiles > 1) tile_zero<kSumTile + 2>();
+    if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_zero<kSumTile + 3>();
+#pragma GCC unroll 3
+    for (int digit = 0; digit < kDigits; ++digit, x += kDigitBytes) {
+      tile_load<kXTile>(x);
+      tile_multiply<kSumTile, kXTile, kWeightTile>();
+      if constexpr (kOutputTiles > 1) tile_multiply<kSumTile + 1, kXTile, kWeightTile + 1>();
+      if constexpr (kTokenTiles > 1) {
+        tile_load<kXTile + 1>(x + x_stride);
+        tile_multiply<kSumTile + 2, kXTile + 1, kWeightTile>();
+        if constexpr (kOutputTiles > 1) tile_multiply<kSumTile + 3, kXTile + 1, kWeightTile + 1>();
+      }
+    }
+    tile_store<kSumTile>(sums[block][0][0]);
+    if constexpr (kOutputTiles > 1) tile_store<kSumTile + 1>(sums[block][0][1]);
+    if constexpr (kTokenTiles > 1) tile_store<kSumTile + 2>(sums[block][1][0]);
+    if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_store<kSumTile + 3>(sums[block][1][1]);
+  }
+}
+
+// A run's sums of one tile of tokens and one of outputs, scaled, to its results [height][kOutputBlock]: added to them, or
+// their beginning where the run is the first.
+template <WeightKind kKind, int kHeight>
+inline void add_sums(const Unpacked& weight, bool is_first, int64_t blocks, const BlockSums<kHeight>& sums, int token_tile,
+                     int output_tile, const float* x_sums, float* results) {
+  __m512 acc[kHeight];
+  load_results<kHeight>(is_first ? 0 : 1, results, acc);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const float* from = sums[block][token_tile][output_tile];
+    const __m512 scale = _mm512_load_ps(weight.scales[block]);
+#pragma GCC unroll 16
+    for (int t = 0; t < kHeight; ++t) acc[t] = _mm512_fmadd_ps(scale, _mm512_load_ps(from + kTileOutputs * t), acc[t]);
+    if constexpr (kKind == WeightKind::kQ4_1) {
+      const __m512 min = _mm512_load_ps(weight.mins[block]);
+#pragma GCC unroll 16
+      for (int t = 0; t < kHeight; ++t)
+        acc[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(x_sums[block * kHeight + t]), acc[t]);
+    }
+  }
+  store_results<kHeight>(acc, results);
+}
+
+// Packed x of a block of tokens: where a tile's run of blocks begins, and its sums.
+template <int kHeight>
+struct PackedTiles {
+  const TokenTiles& shape;
+  const float* packed;
+
+  const char* digits(int64_t tile, int64_t block) const {
+    return reinterpret_cast<const char*>(packed) + (tile * shape.blocks + block) * shape.block_bytes();
+  }
+  const float* numbers(int64_t tile, int64_t block) const {
+    return packed + shape.numbers_offset() + (tile * shape.blocks + block) * shape.numbers * kHeight;
+  }
+};
+
+template <WeightKind kKind, int kHeight, int kTokenTiles, int kOutputTiles>
+inline void multiply_tiles(const Unpacked* weights, int64_t first, int64_t blocks, const PackedTiles<kHeight>& x,
+                           int64_t tile, float* results) {
+  alignas(64) BlockSums<kHeight> sums;
+  sum_blocks<kHeight, kTokenTiles, kOutputTiles>(weights, blocks, x.digits(tile, first),
+                                                 x.digits(1, 0) - x.digits(0, 0), sums);
+#pragma GCC unroll 2
+  for (int token_tile = 0; token_tile < kTokenTiles; ++token_tile) {
+#pragma GCC unroll 2
+    for (int output_tile = 0; output_tile < kOutputTiles; ++output_tile) {
+      add_sums<kKind, kHeight>(weights[output_tile], first == 0, blocks, sums, token_tile, output_tile,
+                               x.numbers(tile + token_tile, first),
+                               results + (tile + token_tile) * kHeight * kOutputBlock + output_tile * kTileOutputs);
+    }
+  }
+}
+
+// On tiles, a run of blocks at a time: short enough that its weights, x and sums stay in the first-level cache.
+template <WeightKind kKind, int kHeight>
+void multiply_by_tiles(const TileRows<kKind>* rows, int64_t output_tiles, const PackedTiles<kHeight>& x, float* results) {
+  Unpacked unpacked[kBlockTiles];
+  // Few tiles of tokens do little with what is unpacked: fewer rows are then read at a time, each nearly end to end.
+  const int64_t together = x.shape.tiles > 2 ? kBlockTiles : 2;
+  for (int64_t output = 0; output < output_tiles; output += together) {
+    const int64_t last = output + together < output_tiles ? output + together : output_tiles;
+    for (int64_t first = 0; first < x.shape.blocks; first += kRunBlocks) {
+      const int64_t blocks = x.shape.blocks - first < kRunBlocks ? x.shape.blocks - first : kRunBlocks;
+      for (int64_t i = output; i < last; ++i) {
+        rows[i].unpack_scales(first, blocks, &unpacked[i]);
+        for (int64_t block = 0; block < blocks; ++block) {
+          rows[i].prefetch_ahead(first + block, together);
+          unpack_tile<kKind>(rows[i].values(), first + block, unpacked[i].tiles[block]);
+        }
+      }
+      for (int64_t tile = 0; tile < x.shape.tiles; tile += 2) {
+        const bool two_tokens = tile + 1 < x.shape.tiles;
+        for (int64_t i = output; i < last; i += 2) {
+          const bool two_outputs = i + 1 < last;
+          float* to = results + i * kTileOutputs;
+          if (two_tokens && two_outputs) {
+            multiply_tiles<kKind, kHeight, 2, 2>(&unpacked[i], first, blocks, x, tile, to);
+          } else if (two_tokens) {
+            multiply_tiles<kKind, kHeight, 2, 1>(&unpacked[i], first, blocks, x, tile, to);
+          } else if (two_outputs) {
+            multiply_tiles<kKind, kHeight, 1, 2>(&unpacked[i], first, blocks, x, tile, to);
+          } else {
+            multiply_tiles<kKind, kHeight, 1, 1>(&unpacked[i], first, blocks, x, tile, to);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <WeightKind kKind, int kHeight>
+void multiply_all(const WeightView& weight, const float* packed, const TokenTiles& shape, int64_t first_output,
+                  int64_t outputs, float* results) {
+  TileRows<kKind> rows[kBlockTiles];
+  const int64_t output_tiles = (outputs + kTileOutputs - 1) / kTileOutputs;
+  for (int64_t i = 0; i < output_tiles; ++i) rows[i] = TileRows<kKind>(weight, first_output + i * kTileOutputs);
+  const PackedTiles<kHeight> x{shape, packed};
+  if constexpr (kHeight > kFewTokens) {
+    multiply_by_tiles<kKind, kHeight>(rows, output_tiles, x, results);
+  } else {
+    Unpacked unpacked;
+    for (int64_t i = 0; i < output_tiles; ++i) {
+      for (int64_t first = 0; first < shape.blocks; first += kScaleRun) {
+        const int64_t blocks = shape.blocks - first < kScaleRun ? shape.blocks - first : kScaleRun;
+        multiply_few<kKind, kHeight>(rows[i], first, blocks, &unpacked, x.digits(0, first), x.numbers(0, first),
+                                     results + i * kTileOutputs);
+      }
+    }
+  }
+}
+
+template <WeightKind kKind>
+void multiply_kind(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                   float* results) {
+  const TokenTiles shape(weight, tokens);
+  switch (shape.height) {
+    case 1: return multiply_all<kKind, 1>(weight, packed, shape, first_output, outputs, results);
+    case 2: return multiply_all<kKind, 2>(weight, packed, shape, first_output, outputs, results);
+    case 3: return multiply_all<kKind, 3>(weight, packed, shape, first_output, outputs, results);
+    case 4: return multiply_all<kKind, 4>(weight, packed, shape, first_output, outputs, results);
+  }
+  const TileShape tiles(static_cast<int>(shape.height));
+  switch (shape.height) {
+    case 8: return multiply_all<kKind, 8>(weight, packed, shape, first_output, outputs, results);
+    case 12: return multiply_all<kKind, 12>(weight, packed, shape, first_output, outputs, results);
+    case 16: return multiply_all<kKind, 16>(weight, packed, shape, first_output, outputs, results);
+  }
+}
+
+void amx_product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                 float* results) {
+  switch (weight.kind) {
+    case WeightKind::kQ8_0:
+      return multiply_kind<WeightKind::kQ8_0>(weight, packed, tokens, first_output, outputs, results);
+    case WeightKind::kQ4_0:
+      return multiply_kind<WeightKind::kQ4_0>(weight, packed, tokens, first_output, outputs, results);
+    case WeightKind::kQ4_1:
+      return multiply_kind<WeightKind::kQ4_1>(weight, packed, tokens, first_output, outputs, results);
+    default: return avx512_kernels().product(weight, packed, tokens, first_output, outputs, results);
+  }
+}
+
+}  // namespace
+}  // namespace jaxkv

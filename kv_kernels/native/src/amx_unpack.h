@@ -1,0 +1,160 @@
+// Sixteen outputs of a quantized weight over a block of 32 elements, as the bytes or the tile that a product reads.
+#pragma once
+
+#include "amx_tile.h"
+#include "kernels.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int64_t kTileOutputs = 16;
+constexpr int64_t kScaleRun = 8;     // scales of a row that are read together
+constexpr int64_t kBlockVectors = 8;  // of a block
+
+constexpr bool is_quantized(WeightKind kind) {
+  return kind == WeightKind::kQ8_0 || kind == WeightKind::kQ4_0 || kind == WeightKind::kQ4_1;
+}
+constexpr int64_t block_bytes(WeightKind kind) { return kind == WeightKind::kQ8_0 ? 32 : 16; }
+
+inline __m128i load_16_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+
+// Sixteen bytes of sixteen rows: number o of out[q] has bytes 4q to 4q + 3 of row o.
+inline void transpose_bytes(const uint8_t* const* rows, int64_t offset, __m512i* out) {
+  const auto row = [&](int i) { return load_16_bytes(rows[i] + offset); };
+  __m512i v[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm512_castsi128_si512(row(i));
+    v[i] = _mm512_inserti32x4(v[i], row(4 + i), 1);
+    v[i] = _mm512_inserti32x4(v[i], row(8 + i), 2);
+    v[i] = _mm512_inserti32x4(v[i], row(12 + i), 3);
+  }
+  const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+  const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+  out[0] = _mm512_unpacklo_epi64(a, c);
+  out[1] = _mm512_unpackhi_epi64(a, c);
+  out[2] = _mm512_unpacklo_epi64(b, d);
+  out[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// A block as bytes, quants raised by the kind's offset: number o of vector q has elements 4q to 4q + 3 of output o.
+template <WeightKind kKind>
+inline void unpack_unsigned(const uint8_t* const* rows, int64_t block, __m512i* out) {
+  transpose_bytes(rows, block * block_bytes(kKind), out);
+  if constexpr (kKind == WeightKind::kQ8_0) {
+    transpose_bytes(rows, block * block_bytes(kKind) + 16, out + 4);
+    for (int i = 0; i < kBlockVectors; ++i) out[i] = _mm512_xor_si512(out[i], _mm512_set1_epi8(-128));
+  } else {
+    const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      out[4 + i] = _mm512_and_si512(_mm512_srli_epi16(out[i], 4), low);
+      out[i] = _mm512_and_si512(out[i], low);
+    }
+  }
+}
+
+// Where eight bits are taken from for every byte of two numbers: bit first, second, third and fourth of each.
+inline __m512i bit_offsets(int first, int second, int third, int fourth) {
+  const uint32_t one = static_cast<uint32_t>(first | second << 8 | third << 16 | fourth << 24);
+  return _mm512_set1_epi64(static_cast<int64_t>(one | static_cast<uint64_t>(one + 0x20202020) << 32));
+}
+
+// bf16 of the sixteen nibbles, twice: a lookup of a word reads the low five bits of its index.
+alignas(64) constexpr uint16_t kNibbles[32] = {
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+// The same less eight.
+alignas(64) constexpr uint16_t kSignedNibbles[32] = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+inline void unpack_nibbles(const uint8_t* const* rows, int64_t block, const uint16_t* values, char* tile) {
+  __m512i bytes[4];
+  transpose_bytes(rows, block * 16, bytes);
+  const __m512i table = _mm512_load_si512(values);
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const __m512i offsets = bit_offsets(8 * n, 8 * n, 8 * n + 4, 8 * n + 4);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i nibbles = _mm512_multishift_epi64_epi8(offsets, bytes[i]);
+      _mm512_store_si512(tile + (4 * i + n) * 64, _mm512_permutexvar_epi16(nibbles, table));
+    }
+  }
+}
+
+// Pairs of bf16 of two vectors whose numbers are bf16.
+inline __m512i paired(__m512 low, __m512 high) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+}
+
+inline void unpack_signed_bytes(const uint8_t* const* rows, int64_t block, char* tile) {
+  __m512i low[4], high[4];
+  transpose_bytes(rows, block * 32, low);
+  transpose_bytes(rows, block * 32 + 16, high);
+  const auto number = [](__m512i bytes, int n) __attribute__((always_inline)) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * n), 24));
+  };
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      _mm512_store_si512(tile + (4 * i + n) * 64, paired(number(low[i], n), number(high[i], n)));
+    }
+  }
+}
+
+// A block as a tile of bf16, in which every quant is exact: row j has elements j and j + 16 of every output.
+template <WeightKind kKind>
+inline void unpack_tile(const uint8_t* const* rows, int64_t block, char* tile) {
+  if constexpr (kKind == WeightKind::kQ4_0) return unpack_nibbles(rows, block, kSignedNibbles, tile);
+  if constexpr (kKind == WeightKind::kQ4_1) return unpack_nibbles(rows, block, kNibbles, tile);
+  if constexpr (kKind == WeightKind::kQ8_0) return unpack_signed_bytes(rows, block, tile);
+}
+
+// Scales (or mins) of blocks [first, first + blocks), at most kScaleRun, of sixteen rows that are `row_blocks` long:
+// out [blocks][16].
+inline void unpack_scales(const uint16_t* const* rows, int64_t row_blocks, int64_t first, int64_t blocks, float* out) {
+  alignas(64) static constexpr uint16_t kFourRows[32] = {0, 8,  16, 24, 1, 9,  17, 25, 2, 10, 18, 26, 3, 11, 19, 27,
+                                                         4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31};
+  const __m512i order = _mm512_load_si512(kFourRows);
+  // A whole run is read wherever the row has one, from further left at its end.
+  const int64_t readable = row_blocks < kScaleRun ? row_blocks : kScaleRun;
+  const int64_t start = first + readable <= row_blocks ? first : row_blocks - readable;
+  __m512i v[4];
+  const auto read = [&](auto row) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      v[i] = _mm512_castsi128_si512(row(4 * i));
+      v[i] = _mm512_inserti32x4(v[i], row(4 * i + 1), 1);
+      v[i] = _mm512_inserti32x4(v[i], row(4 * i + 2), 2);
+      v[i] = _mm512_inserti32x4(v[i], row(4 * i + 3), 3);
+      v[i] = _mm512_permutexvar_epi16(order, v[i]);
+    }
+  };
+  if (readable == kScaleRun) {
+    read([&](int i) { return load_16_bytes(rows[i] + start); });
+  } else {
+    const __mmask8 present = static_cast<__mmask8>((1 << readable) - 1);
+    read([&](int i) { return _mm_maskz_loadu_epi16(present, rows[i]); });
+  }
+  // Even and odd blocks of rows 0 to 7, and of rows 8 to 15.
+  alignas(64) __m128i eights[2][2][4];
+  _mm512_store_si512(eights[0][0], _mm512_unpacklo_epi64(v[0], v[1]));
+  _mm512_store_si512(eights[1][0], _mm512_unpackhi_epi64(v[0], v[1]));
+  _mm512_store_si512(eights[0][1], _mm512_unpacklo_epi64(v[2], v[3]));
+  _mm512_store_si512(eights[1][1], _mm512_unpackhi_epi64(v[2], v[3]));
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t at = first + block - start;
+    const __m256i halves = _mm256_set_m128i(eights[at % 2][1][at / 2], eights[at % 2][0][at / 2]);
+    _mm512_store_ps(out + 16 * block, _mm512_cvtph_ps(halves));
+  }
+}
+
+}  // namespace
+}  // namespace jaxkv

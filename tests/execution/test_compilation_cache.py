@@ -1,0 +1,106 @@
+"""The compilation cache: on unless told otherwise, the same tokens from it, and never in the way."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CODE = """
+import json, sys
+import jax
+from jax._src import monitoring
+hits = []
+monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
+from kv_execution import EngineConfig, PagedEngine, SamplingParams
+from models import load_model
+settings = json.loads(sys.argv[2])
+engine = PagedEngine(load_model(sys.argv[1]), EngineConfig(
+    max_requests=2, max_step_tokens=16, max_context=64, kv_pool_bytes=1 << 20, **settings))
+engine.init_paged_runtime()
+params = SamplingParams(max_tokens=6, ignore_eos=True)
+tokens = [result.tokens for result in engine.generate([[5, 6, 7], [9]], params)]
+print(json.dumps({"tokens": tokens, "hits": len(hits), "folder": jax.config.jax_compilation_cache_dir}))
+"""
+
+
+class Run(NamedTuple):
+    tokens: list[list[int]]
+    hits: int
+    folder: str | None
+    complaints: list[str]
+
+
+def run(golden: Path, home: Path, settings: dict | None = None, **environment: str) -> Run:
+    """One process that generates a little, with `home` for its cache folder."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(golden / "llama"), json.dumps(settings or {})],
+        env=inherited
+        | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
+        | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return Run(**json.loads(done.stdout), complaints=done.stderr.splitlines())
+
+
+def entries(home: Path) -> list[Path]:
+    return sorted((home / "jaxkv" / "compilation").glob("jit_*"))
+
+
+@pytest.fixture(scope="module")
+def filled(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A cache that one process has filled, and that process."""
+    home = tmp_path_factory.mktemp("cache")
+    return home, run(golden, home)
+
+
+def test_a_second_process_loads_what_the_first_compiled_and_says_the_same(
+    golden: Path, filled: tuple[Path, Run]
+) -> None:
+    home, first = filled
+    stored = entries(home)
+    assert {"jit_forward", "jit_greedy_rows"} <= {entry.name.split("-")[0] for entry in stored}
+    second = run(golden, home)
+    assert (first.hits, second.hits) == (0, len(stored))
+    assert second.tokens == first.tokens
+    assert first.complaints == second.complaints == []
+    assert entries(home) == stored
+    assert (home / "jaxkv" / "compilation").stat().st_mode & 0o077 == 0
+
+
+def test_damaged_entries_are_one_line_and_are_made_anew(golden: Path, filled: tuple[Path, Run]) -> None:
+    home, first = filled
+    for entry in entries(home):
+        if entry.name.startswith("jit_forward-"):
+            entry.write_bytes(entry.read_bytes()[:100])
+    second = run(golden, home)
+    assert second.tokens == first.tokens
+    assert len(second.complaints) == 1
+    assert "failed for jit_forward" in second.complaints[0]
+    assert run(golden, home).complaints == []
+    healed = run(golden, home)
+    assert healed.complaints == []
+    assert healed.hits == len(entries(home))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(golden: Path, filled: tuple[Path, Run], tmp_path: Path) -> None:
+    (tmp_path / "jaxkv").write_text("a file where the folder should be")
+    cut_off = run(golden, tmp_path)
+    assert cut_off.tokens == filled[1].tokens
+    assert len(cut_off.complaints) == 1
+    assert "no compilation cache" in cut_off.complaints[0]
+
+
+def test_it_can_be_turned_off_and_a_folder_of_the_users_own_is_kept(golden: Path, tmp_path: Path) -> None:
+    assert run(golden, tmp_path, {"compilation_cache": False}).folder is None
+    assert run(golden, tmp_path, JAX_ENABLE_COMPILATION_CACHE="false").folder is None
+    own = str(tmp_path / "own")
+    assert run(golden, tmp_path, JAX_COMPILATION_CACHE_DIR=own).folder == own
+    assert entries(tmp_path) == []
