@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,7 +32,7 @@ from kv_execution.runtime import PagedRuntime
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 from kv_kernels.provider import KernelNeeds
-from kv_kernels.selection import choose_provider
+from kv_kernels.selection import choose_provider, current_platform
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class PagedEngine:
             config.max_requests, config.max_step_tokens, config.max_context or spec.max_context
         )
         needs = KernelNeeds(
-            platform=jax.default_backend(),
+            platform=current_platform(),
             kv_dtype=self._layout.dtype,
             num_heads=spec.num_heads // width,
             num_kv_heads=self._layout.heads_per_shard,

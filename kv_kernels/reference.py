@@ -168,9 +168,30 @@ class ReferenceProvider(ComposedKernels):
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         # Without the barrier XLA's CPU backend may fuse the dequantization into a scalar loop over the product.
-        matrix = lax.optimization_barrier(dequantize(weight if layer is None else take_layer(weight, layer), x.dtype))
-        out = jnp.einsum("ti,oi->to", x, matrix, preferred_element_type=jnp.float32)
-        return out.astype(out_dtype or x.dtype)
+        return multiply(x, weight, layer, out_dtype, fence=True)
 
     def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
-        return dequantize(take_rows(weight, token_ids), jnp.float32)
+        return look_up(token_ids, weight)
+
+
+def multiply(
+    x: jax.Array,
+    weight: Weight,
+    layer: LayerIndex | None,
+    out_dtype: jax.typing.DTypeLike | None,
+    *,
+    fence: bool = False,
+) -> jax.Array:
+    """`KernelProvider.product` by XLA; `fence` keeps it from fusing the dequantization with the product."""
+    matrix = dequantize(weight if layer is None else take_layer(weight, layer), x.dtype)
+    if fence:
+        matrix = lax.optimization_barrier(matrix)
+    # A GPU would take TF32 for float32, and lose half of the digits.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = jnp.einsum("ti,oi->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(out_dtype or x.dtype)
+
+
+def look_up(token_ids: jax.Array, weight: Weight) -> jax.Array:
+    """`KernelProvider.embed` by XLA."""
+    return dequantize(take_rows(weight, token_ids), jnp.float32)

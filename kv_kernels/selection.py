@@ -8,15 +8,21 @@ another in silence.
 import logging
 from typing import NamedTuple
 
+import jax
+
 from kv_common.errors import JaxkvError
 from kv_kernels.native import NativeProvider
+from kv_kernels.pallas import PallasProvider
 from kv_kernels.provider import KernelNeeds, KernelProvider
 from kv_kernels.reference import ReferenceProvider
 
 logger = logging.getLogger(__name__)
 
-_PROVIDERS: dict[str, KernelProvider] = {"native": NativeProvider(), "reference": ReferenceProvider()}
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("native", "reference")}
+_PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", "reference"),
+    "cuda": ("pallas", "reference"),
+    "rocm": ("pallas", "reference"),
+}
 _ANY_PLATFORM = ("reference",)
 
 
@@ -31,10 +37,28 @@ class ChosenProvider(NamedTuple):
     reason: str
 
 
+def current_platform() -> str:
+    """`cpu`, `cuda`, `rocm` or whatever else runs what jax compiles; jax itself calls the middle two `gpu`."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def _providers(platform: str) -> dict[str, KernelProvider]:
+    """Every provider by name, the way it would run on `platform`."""
+    return {
+        "native": NativeProvider(),
+        "pallas": PallasProvider(interpret=platform == "cpu"),
+        "reference": ReferenceProvider(),
+    }
+
+
 def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvider:
     """The provider for `needs`; `requested` is `auto` or a provider's name. Raises ProviderError."""
     order = _PREFERENCE.get(needs.platform, _ANY_PLATFORM)
-    reasons = {name: _PROVIDERS[name].unsupported(needs) for name in order}
+    providers = _providers(needs.platform)
+    reasons = {name: providers[name].unsupported(needs) for name in order}
     able = [name for name in order if reasons[name] is None]
     if requested == "auto":
         if not able:
@@ -42,13 +66,13 @@ def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvid
             raise ProviderError(f"no kernel provider for {needs.platform} serves this model ({refused})")
         passed_over = [f"{name}: {reasons[name]}" for name in order[: order.index(able[0])]]
         chosen = ChosenProvider(
-            _PROVIDERS[able[0]],
+            providers[able[0]],
             f"first of {', '.join(order)} for {needs.platform}" + "".join(f"; not {line}" for line in passed_over),
         )
     else:
-        provider = _PROVIDERS.get(requested)
+        provider = providers.get(requested)
         if provider is None:
-            raise ProviderError(f"unknown provider {requested!r}; choose auto or one of {', '.join(_PROVIDERS)}")
+            raise ProviderError(f"unknown provider {requested!r}; choose auto or one of {', '.join(providers)}")
         reason = provider.unsupported(needs)
         if reason is not None:
             remedy = f"use provider {able[0]!r}" if able else "no other provider serves it either"
