@@ -54,12 +54,13 @@ def pack_rows(table: KvPageTableV1, shape: PlanShape) -> PackedRows:
         query_start = np.arange(shape.rows + 1, dtype=np.int32)
     else:
         query_start = _filled(table.query_start, shape.rows + 1, table.tokens)
-    rows = len(page_count)
-    needed = len(page_ids) + shape.rows - rows
+    rows, longest = len(page_count), int(page_count.max(initial=0))
+    # A row longer than its share would be longer than kernels are told that rows can be.
+    needed = max(len(page_ids) + shape.rows - rows, longest * shape.rows)
     if rows > shape.rows or needed > shape.page_entries:
         raise PackedRowsError(
-            f"{rows} rows of {len(page_ids)} pages do not fit {shape.rows} rows and {shape.page_entries} page entries, "
-            "of which a row of padding takes one: pack them to a larger shape"
+            f"{rows} rows of {len(page_ids)} pages, the longest of {longest}, do not fit {shape.rows} rows and "
+            f"{shape.page_entries} page entries: give {max(rows, shape.rows)} rows and {needed} entries"
         )
     return PackedRows(
         num_tokens=np.asarray(table.tokens, np.int32),

@@ -8,7 +8,7 @@ on the device. What it cannot do it says before the engine starts (`unsupported`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -175,11 +175,3 @@ class KernelProvider(Protocol):
         """A layer's step in the cache: pages cleared and copied, k rotated, k and v [tokens, kv_heads, head_dim]
         appended, q [tokens, heads, head_dim] rotated and attended.
         """
-
-
-@runtime_checkable
-class SizedProvider(Protocol):
-    """A provider whose plans depend on the sizes of a model."""
-
-    def bound_to(self, needs: KernelNeeds) -> KernelProvider:
-        """This provider for a model that asks for `needs`."""

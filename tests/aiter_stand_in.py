@@ -6,6 +6,7 @@ there refuse is refused here. Handlers are registered through jax-tvm-ffi.
 
 import hashlib
 import itertools
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -48,8 +49,7 @@ class DescribedAiter:
 
 
 class AiterStandIn(DescribedAiter):
-    def __init__(self) -> None:
-        self._registered: set[str] = set()
+    _registered: ClassVar[set[str]] = set()  # by the process
 
     def register(self, target: str) -> None:
         import jax_tvm_ffi

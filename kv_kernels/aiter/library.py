@@ -73,3 +73,6 @@ class JaxAiter:
             max_num_partitions=pa_config.max_num_partitions(max_seq_len),
             workspace_bytes=pa_config.workspace_bytes(rows, heads, head_dim, max_seq_len, dtype),
         )
+
+
+JAX_AITER = JaxAiter()

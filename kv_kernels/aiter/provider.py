@@ -6,7 +6,7 @@ soft cap is refused: the decode kernels ignore it in silence and no prefill kern
 in the order of the vendor's handlers, which is part of their interface. Products are XLA's.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.aiter.library import APPEND, DECODE, PREFILL, AiterLibrary, JaxAiter
+from kv_kernels.aiter.library import APPEND, DECODE, JAX_AITER, PREFILL, AiterLibrary
 from kv_kernels.packed_rows import longest_kv, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 from kv_kernels.reference import ReferenceProvider
@@ -40,7 +40,7 @@ class AiterProvider(ReferenceProvider):
     cap.
     """
 
-    library: AiterLibrary = field(default_factory=JaxAiter)
+    library: AiterLibrary = JAX_AITER
 
     @property
     def name(self) -> str:

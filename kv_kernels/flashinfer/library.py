@@ -20,6 +20,9 @@ from kv_kernels.flashinfer.calls import Call
 
 MODULES_VARIABLE = "JAXKV_FLASHINFER_MODULES"
 
+_REGISTERED: set[tuple[str, str]] = set()
+"""Targets and platforms that XLA knows: once for the process, and it takes no other function for one."""
+
 
 class FlashInferLibrary(Protocol):
     """What the provider asks of FlashInfer."""
@@ -44,7 +47,6 @@ class PrebuiltModules:
     owned_tensors = False
 
     def __init__(self) -> None:
-        self._registered: set[str] = set()
         self._modules: dict[str, Any] = {}
         self._scratches: dict[int, jax.Array] = {}
 
@@ -61,7 +63,7 @@ class PrebuiltModules:
         return None
 
     def register(self, call: Call) -> None:
-        if call.target in self._registered:
+        if (call.target, self.platform) in _REGISTERED:
             return
         import jax_tvm_ffi
 
@@ -73,7 +75,7 @@ class PrebuiltModules:
             allow_cuda_graph=self.in_command_buffers,
             pass_owned_tensor=self.owned_tensors,
         )
-        self._registered.add(call.target)
+        _REGISTERED.add((call.target, self.platform))
 
     def plan(self, module: str, scratch_bytes: int, schedule: np.ndarray, *arguments: Any) -> tuple[int, ...]:
         import tvm_ffi
@@ -101,6 +103,9 @@ class PrebuiltModules:
         if num_bytes not in self._scratches:
             self._scratches[num_bytes] = jax.block_until_ready(jnp.zeros(num_bytes, jnp.uint8))
         return self._scratches[num_bytes]
+
+
+PREBUILT = PrebuiltModules()
 
 
 def find_module(module: str) -> Path | None:

@@ -6,7 +6,7 @@ Scratch is a result that nobody reads. The append has neither slots nor bounds, 
 request of one page, and what is to be written nowhere goes to the padding page. Products are XLA's.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from kv_common.errors import JaxkvError
 from kv_common.page_table import KvPageTableV1
 from kv_kernels.flashinfer.calls import APPEND, CAUSAL, NHD, PAGE_MODULE, Call, Modules, decode_call, prefill_call
-from kv_kernels.flashinfer.library import FlashInferLibrary, PrebuiltModules
+from kv_kernels.flashinfer.library import PREBUILT, FlashInferLibrary
 from kv_kernels.packed_rows import PackedRows, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 from kv_kernels.reference import ReferenceProvider
@@ -55,13 +55,12 @@ class FlashInferPlan:
 
 @dataclass(frozen=True)
 class FlashInferProvider(ReferenceProvider):
-    """bfloat16 and float16 pools, head_dim 64, 128 and 256, any group size, page size, window and soft cap.
-
-    `plan` needs the sizes that `bound_to` sets.
+    """bfloat16 and float16 pools, head_dim 64, 128 and 256, any group size, page size, window and soft cap; for one
+    model, since the schedule depends on its sizes.
     """
 
-    library: FlashInferLibrary = field(default_factory=PrebuiltModules)
-    needs: KernelNeeds | None = None
+    needs: KernelNeeds
+    library: FlashInferLibrary = PREBUILT
 
     @property
     def name(self) -> str:
@@ -79,16 +78,12 @@ class FlashInferProvider(ReferenceProvider):
         modules = _modules(needs)
         return self.library.why_missing((PAGE_MODULE, modules.prefill, modules.decode))
 
-    def bound_to(self, needs: KernelNeeds) -> "FlashInferProvider":
-        """This provider for one model."""
-        return replace(self, needs=needs)
-
     def plan(self, table: KvPageTableV1, shape: PlanShape) -> Any:
         return self.plan_rows(pack_rows(table, shape), shape)
 
     def plan_rows(self, rows: PackedRows, shape: PlanShape) -> FlashInferPlan:
         """The plan of rows in host memory."""
-        needs = self._bound
+        needs = self.needs
         scratch_bytes, schedule = _scratch_bytes(needs, shape), np.zeros(_schedule_bytes(needs, shape), np.uint8)
         page_indptr = np.array(rows.page_indptr, np.int32)
         modules, sizes = _modules(needs), (needs.num_heads, needs.num_kv_heads, needs.tokens_per_page)
@@ -126,7 +121,7 @@ class FlashInferProvider(ReferenceProvider):
     def paged_attention(
         self, q: jax.Array, pools: PoolPair, plan: Any, *, first_page: jax.Array | int, scoring: Scoring
     ) -> jax.Array:
-        needs, rows = self._bound, plan.rows
+        needs, rows = self.needs, plan.rows
         if (scoring.window, scoring.soft_cap) != (needs.window, needs.soft_cap):
             raise FlashInferError(
                 f"a layer has window {scoring.window} and soft cap {scoring.soft_cap}, but its step is planned for "
@@ -152,12 +147,6 @@ class FlashInferProvider(ReferenceProvider):
         # Nothing is written for a token that no row has.
         real = (jnp.arange(shape.tokens) < rows.num_tokens)[:, None, None]
         return jnp.where(real, out, 0).astype(q.dtype)
-
-    @property
-    def _bound(self) -> KernelNeeds:
-        if self.needs is None:
-            raise FlashInferError("the flashinfer provider plans for one model: set its sizes with bound_to(needs)")
-        return self.needs
 
     def _call(self, call: Call, results: Any, **settings: Any) -> Any:
         self.library.register(call)

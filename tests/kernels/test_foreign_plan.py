@@ -16,7 +16,7 @@ from kv_kernels.aiter import AiterProvider
 from kv_kernels.flashinfer import FlashInferProvider
 from kv_kernels.foreign_plan import ForeignPlanError, foreign_plan, foreign_table, packed_rows
 from kv_kernels.native import NativeProvider
-from kv_kernels.provider import PlanShape, Scoring
+from kv_kernels.provider import KernelNeeds, PlanShape, Scoring
 from kv_kernels.reference import ReferenceProvider
 
 PLANNERS = (ReferenceProvider(), NativeProvider(), AiterProvider())
@@ -100,8 +100,9 @@ def test_a_table_of_the_metadata_passes_through_jit():
 
 
 def test_a_provider_that_plans_on_the_host_says_so():
+    needs = KernelNeeds("cuda", "float16", num_heads=4, num_kv_heads=2, head_dim=64, tokens_per_page=8)
     table = make_case(0, kv_len=[9], query_len=[2], tokens_per_page=8, layers=1).table
-    plan = traced(PlanShape(4, 2, 10), 8, lambda packed: foreign_plan(FlashInferProvider(), packed))
+    plan = traced(PlanShape(4, 2, 10), 8, lambda packed: foreign_plan(FlashInferProvider(needs), packed))
     with pytest.raises(ForeignPlanError, match="provider 'flashinfer' makes no plan inside a jitted step"):
         plan(vllm_shaped(table, 1))
 

@@ -64,7 +64,14 @@ def test_a_kernel_reads_the_keys_of_the_table(lengths, tokens_per_page, more_tok
     assert all(array.dtype == np.int32 for array in packed)
 
 
-def test_a_step_that_does_not_fit_is_refused_with_the_numbers():
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        (PlanShape(8, 3, 6), "3 rows and 6 page entries: give 3 rows and 9 entries"),
+        (PlanShape(8, 1, 9), "1 rows and 9 page entries: give 2 rows and 4 entries"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_with_the_numbers(shape, remedy):
     table = make_case(0, kv_len=[40, 3], query_len=[1, 3]).table
-    with pytest.raises(PackedRowsError, match=r"2 rows of 4 pages do not fit 3 rows and 4 page entries"):
-        pack_rows(table, PlanShape(8, 3, 4))
+    with pytest.raises(PackedRowsError, match=f"2 rows of 4 pages, the longest of 3, do not fit {remedy}"):
+        pack_rows(table, shape)

@@ -19,19 +19,21 @@ pytest.importorskip("jax_tvm_ffi", reason="stand-ins are registered through jax-
 from aiter_stand_in import AiterStandIn
 from flashinfer_stand_in import FlashInferStandIn
 
-FLASHINFER = FlashInferProvider(library=FlashInferStandIn())
-AITER = AiterProvider(library=AiterStandIn())
+SMALL = KernelNeeds("cuda", "float16", num_heads=4, num_kv_heads=2, head_dim=8, tokens_per_page=16)
+FLASHINFER = FlashInferProvider(SMALL, FlashInferStandIn())
+AITER = AiterProvider(AiterStandIn())
 MIXED = PlanShape(tokens=24, rows=5, page_entries=30)
 EACH_A_ROW = PlanShape(tokens=20, rows=20, page_entries=120)
 
 
 def sized(provider, case: PagedCase, window: int | None = None, soft_cap: float | None = None):
-    if not isinstance(provider, FlashInferProvider):
+    """The provider for the case's model, where it depends on one."""
+    if provider is not FLASHINFER:
         return provider
     tokens_per_page, kv_heads, head_dim = case.pools.k.shape[1:]
-    return provider.bound_to(
-        KernelNeeds("cuda", "float16", case.q.shape[1], kv_heads, head_dim, tokens_per_page, window, soft_cap)
-    )
+    heads = case.q.shape[1]
+    needs = KernelNeeds("cuda", "float16", heads, kv_heads, head_dim, tokens_per_page, window, soft_cap)
+    return FlashInferProvider(needs, FLASHINFER.library)
 
 
 def attend(provider, case: PagedCase, shape: PlanShape, *, scale, window=None, soft_cap=None, dtype="float16"):
