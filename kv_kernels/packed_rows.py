@@ -43,28 +43,26 @@ def longest_kv(shape: PlanShape, tokens_per_page: int) -> int:
 
 def pack_rows(table: KvPageTableV1, shape: PlanShape) -> PackedRows:
     """The rows of `table`, padded to `shape`. Raises PackedRowsError where they do not fit."""
-    query_len = np.diff(table.query_start)
+    each_a_row = tokens_are_rows(shape)
     page_count, page_ids, last_page_len = np.diff(table.page_indptr), table.page_ids, table.last_page_len
-    if tokens_are_rows(shape):
-        if table.tokens != table.rows:
-            row = np.repeat(np.arange(table.rows), query_len)
-            page_count = table.positions // table.tokens_per_page + 1
-            page_ids = table.page_ids[_ranges(table.page_indptr[row], page_count)]
-            last_page_len = table.positions % table.tokens_per_page + 1
-        query_start = np.arange(shape.rows + 1, dtype=np.int32)
-    else:
-        query_start = _filled(table.query_start, shape.rows + 1, table.tokens)
+    if each_a_row and table.tokens != table.rows:
+        row = np.repeat(np.arange(table.rows), np.diff(table.query_start))
+        page_count = table.positions // table.tokens_per_page + 1
+        page_ids = table.page_ids[_ranges(table.page_indptr[row], page_count)]
+        last_page_len = table.positions % table.tokens_per_page + 1
     rows, longest = len(page_count), int(page_count.max(initial=0))
     # A row longer than its share would be longer than kernels are told that rows can be.
-    needed = max(len(page_ids) + shape.rows - rows, longest * shape.rows)
+    width = max(rows, shape.rows)
+    needed = max(len(page_ids) + width - rows, longest * width)
     if rows > shape.rows or needed > shape.page_entries:
         raise PackedRowsError(
             f"{rows} rows of {len(page_ids)} pages, the longest of {longest}, do not fit {shape.rows} rows and "
-            f"{shape.page_entries} page entries: give {max(rows, shape.rows)} rows and {needed} entries"
+            f"{shape.page_entries} page entries: give {width} rows and {needed} entries"
         )
+    query_start = np.arange(shape.rows + 1) if each_a_row else _filled(table.query_start, shape.rows + 1, table.tokens)
     return PackedRows(
         num_tokens=np.asarray(table.tokens, np.int32),
-        query_start=query_start,
+        query_start=query_start.astype(np.int32),
         page_indptr=np.concatenate(([0], np.cumsum(_filled(page_count, shape.rows, 1)))).astype(np.int32),
         page_ids=_filled(page_ids, shape.page_entries, PADDING_PAGE),
         last_page_len=_filled(last_page_len, shape.rows, 1),

@@ -68,7 +68,7 @@ def test_a_kernel_reads_the_keys_of_the_table(lengths, tokens_per_page, more_tok
     ("shape", "remedy"),
     [
         (PlanShape(8, 3, 6), "3 rows and 6 page entries: give 3 rows and 9 entries"),
-        (PlanShape(8, 1, 9), "1 rows and 9 page entries: give 2 rows and 4 entries"),
+        (PlanShape(8, 1, 9), "1 rows and 9 page entries: give 2 rows and 6 entries"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_with_the_numbers(shape, remedy):
