@@ -145,11 +145,16 @@ class PrefillModule(AttentionModule):
         space = Workspaces(float_workspace_buffer.shape[0], np.from_dlpack(page_locked_int_workspace_buffer))
         assert int_workspace_buffer.shape == page_locked_int_workspace_buffer.shape
         request_at, tile_at = space.place(request, padded), space.place(tile, padded)
+        none = np.zeros(0, np.int32)
+        kv_tile_at, o_at, merge_at, chunk_at = (
+            space.place(none, entries) for entries in (padded, batch_size + 1, total_num_rows + 1, 1)
+        )
         rows_at = space.place(starts[-1:].copy(), 1)
         v_at = space.reserve_floats(num_qo_heads * padded * TILE * head_dim_vo)
         s_at = space.reserve_floats(num_qo_heads * padded * TILE)
         valid_at = space.place(np.arange(padded) < len(request), padded)
-        return [padded, total_num_rows, rows_at, TILE, request_at, tile_at, 0, 0, 0, 0, v_at, s_at, valid_at, 1, 1]
+        info = [padded, total_num_rows, rows_at, TILE, request_at, tile_at, kv_tile_at, merge_at, o_at, chunk_at]
+        return [*info, v_at, s_at, valid_at, True, True]
 
     def paged_run(
         self,
@@ -261,10 +266,12 @@ class DecodeModule(AttentionModule):
         padded = max(MIN_ITEMS, batch_size)
         space = Workspaces(float_workspace_buffer.shape[0], np.from_dlpack(page_locked_int_workspace_buffer))
         request_at = space.place(np.arange(batch_size, dtype=np.int32), padded)
+        none = np.zeros(0, np.int32)
+        kv_tile_at, o_at, chunk_at = (space.place(none, entries) for entries in (padded, batch_size + 1, 1))
         v_at = space.reserve_floats(num_qo_heads * padded * head_dim_vo)
         s_at = space.reserve_floats(num_qo_heads * padded)
         valid_at = space.place(np.arange(padded) < batch_size, padded)
-        return [padded, v_at, s_at, request_at, 0, 0, valid_at, 0, 1, 1]
+        return [padded, v_at, s_at, request_at, kv_tile_at, o_at, valid_at, chunk_at, True, True]
 
     def run(
         self,

@@ -15,9 +15,11 @@ import numpy as np
 
 from kv_common.page_table import KvPageTableV1
 from kv_kernels.aiter.library import APPEND, DECODE, JAX_AITER, PREFILL, AiterLibrary
-from kv_kernels.packed_rows import longest_kv, pack_rows, tokens_are_rows
+from kv_kernels.composition import ComposedKernels
+from kv_kernels.packed_rows import PackedRows, longest_kv, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
-from kv_kernels.reference import ReferenceProvider
+from kv_kernels.reference import look_up, multiply
+from kv_kernels.weights import LayerIndex, Weight
 
 
 class Coverage(NamedTuple):
@@ -35,7 +37,7 @@ DECODES = Coverage(("bfloat16", "float16"), (128,), (16,), (1, 4, 8), 16384)
 
 
 @dataclass(frozen=True)
-class AiterProvider(ReferenceProvider):
+class AiterProvider(ComposedKernels):
     """bfloat16 and float16 pools, head_dim 64 and 128, pages of 16 and 32 tokens, any group size; windows, no soft
     cap.
     """
@@ -61,7 +63,7 @@ class AiterProvider(ReferenceProvider):
             return f"a soft cap of {needs.soft_cap:g}: its kernels have none"
         return self.library.why_missing()
 
-    def plan(self, table: KvPageTableV1, shape: PlanShape) -> Any:
+    def plan(self, table: KvPageTableV1, shape: PlanShape) -> PackedRows:
         return pack_rows(table, shape)
 
     def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
@@ -78,7 +80,7 @@ class AiterProvider(ReferenceProvider):
         )
 
     def paged_attention(
-        self, q: jax.Array, pools: PoolPair, plan: Any, *, first_page: jax.Array | int, scoring: Scoring
+        self, q: jax.Array, pools: PoolPair, plan: PackedRows, *, first_page: jax.Array | int, scoring: Scoring
     ) -> jax.Array:
         if scoring.soft_cap is not None:
             raise ValueError(f"aiter has no soft cap, and a layer asks for one of {scoring.soft_cap:g}")
@@ -92,6 +94,14 @@ class AiterProvider(ReferenceProvider):
         # Nothing is written for a token that no row has.
         real = (jnp.arange(shape.tokens) < plan.num_tokens)[:, None, None]
         return jnp.where(real, out, 0).astype(q.dtype)
+
+    def product(
+        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
+    ) -> jax.Array:
+        return multiply(x, weight, layer, out_dtype)
+
+    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+        return look_up(token_ids, weight)
 
     def _can_decode(self, query: jax.Array, pools: PoolPair, shape: PlanShape, scoring: Scoring) -> bool:
         tokens_per_page, kv_heads, head_dim = pools.k.shape[1:]

@@ -16,11 +16,13 @@ import numpy as np
 
 from kv_common.errors import JaxkvError
 from kv_common.page_table import KvPageTableV1
+from kv_kernels.composition import ComposedKernels
 from kv_kernels.flashinfer.calls import APPEND, CAUSAL, NHD, PAGE_MODULE, Call, Modules, decode_call, prefill_call
 from kv_kernels.flashinfer.library import PREBUILT, FlashInferLibrary
 from kv_kernels.packed_rows import PackedRows, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
-from kv_kernels.reference import ReferenceProvider
+from kv_kernels.reference import look_up, multiply
+from kv_kernels.weights import LayerIndex, Weight
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
@@ -30,6 +32,8 @@ DECODE_GROUP_SIZES = (1, 2, 3, 4, 6, 8)
 SMALLEST_SCRATCH_BYTES = 128 << 20
 LARGEST_TILE = 128
 """Query rows, heads of a group counted apart, of the prefill kernel's largest tile."""
+MOST_BLOCKS = 2 * 192
+"""Blocks that the prefill kernel fills a GPU with: two a multiprocessor, of which there are GPUs with up to 192."""
 
 
 class FlashInferError(JaxkvError):
@@ -54,7 +58,7 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True)
-class FlashInferProvider(ReferenceProvider):
+class FlashInferProvider(ComposedKernels):
     """bfloat16 and float16 pools, head_dim 64, 128 and 256, any group size, page size, window and soft cap; for one
     model, since the schedule depends on its sizes.
     """
@@ -78,7 +82,7 @@ class FlashInferProvider(ReferenceProvider):
         modules = _modules(needs)
         return self.library.why_missing((PAGE_MODULE, modules.prefill, modules.decode))
 
-    def plan(self, table: KvPageTableV1, shape: PlanShape) -> Any:
+    def plan(self, table: KvPageTableV1, shape: PlanShape) -> FlashInferPlan:
         return self.plan_rows(pack_rows(table, shape), shape)
 
     def plan_rows(self, rows: PackedRows, shape: PlanShape) -> FlashInferPlan:
@@ -119,7 +123,7 @@ class FlashInferProvider(ReferenceProvider):
         )
 
     def paged_attention(
-        self, q: jax.Array, pools: PoolPair, plan: Any, *, first_page: jax.Array | int, scoring: Scoring
+        self, q: jax.Array, pools: PoolPair, plan: FlashInferPlan, *, first_page: jax.Array | int, scoring: Scoring
     ) -> jax.Array:
         needs, rows = self.needs, plan.rows
         if (scoring.window, scoring.soft_cap) != (needs.window, needs.soft_cap):
@@ -148,6 +152,14 @@ class FlashInferProvider(ReferenceProvider):
         real = (jnp.arange(shape.tokens) < rows.num_tokens)[:, None, None]
         return jnp.where(real, out, 0).astype(q.dtype)
 
+    def product(
+        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
+    ) -> jax.Array:
+        return multiply(x, weight, layer, out_dtype)
+
+    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+        return look_up(token_ids, weight)
+
     def _call(self, call: Call, results: Any, **settings: Any) -> Any:
         self.library.register(call)
         return jax.ffi.ffi_call(call.target, results, **settings)
@@ -167,11 +179,12 @@ def _window_left(window: int | None) -> int:
 
 
 def _scratch_bytes(needs: KernelNeeds, shape: PlanShape) -> int:
-    """The vendor's advice, or partial results [heads, head_dim + 1] f32 of every query row, tiles rounded up, where
-    that is more. `plan` refuses what is too small.
+    """The vendor's advice, or where that is more, partial results [heads, head_dim + 1] f32 of every query row: as many
+    as the step has, tiles rounded up, or as fill a GPU. `plan` refuses what is too small.
     """
     group = needs.num_heads // needs.num_kv_heads
-    query_rows = shape.tokens * group + (shape.rows + 1) * LARGEST_TILE
+    filling = -(-MOST_BLOCKS // needs.num_kv_heads) * LARGEST_TILE
+    query_rows = max(shape.tokens * group + shape.rows * LARGEST_TILE, filling)
     partial_bytes = 4 * needs.num_heads * query_rows * (needs.head_dim + 1)
     return max(SMALLEST_SCRATCH_BYTES, -(-partial_bytes // 256) * 256)
 

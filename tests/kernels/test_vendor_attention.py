@@ -16,6 +16,7 @@ from kv_kernels.reference import ReferenceProvider
 
 pytest.importorskip("jax_tvm_ffi", reason="stand-ins are registered through jax-tvm-ffi, which is not installed")
 
+import flashinfer_stand_in
 from aiter_stand_in import AiterStandIn
 from flashinfer_stand_in import FlashInferStandIn
 
@@ -147,3 +148,20 @@ def test_aiter_refuses_a_soft_cap_that_its_kernels_would_ignore():
     case = make_case(1, kv_len=[70, 5], query_len=[3, 5], dtype="float16")
     with pytest.raises(ValueError, match=r"aiter has no soft cap, and a layer asks for one of 1\.5"):
         attend(AITER, case, MIXED, scale=1, soft_cap=1.5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "shape"),
+    [(32, 8, PlanShape(2048, 64, 64 * 256)), (64, 8, PlanShape(16, 8, 512)), (8, 1, PlanShape(4, 2, 32))],
+    ids=["a long prefill", "a wide group", "one K/V head"],
+)
+def test_workspaces_hold_what_the_vendor_allocates_on_the_largest_gpu(monkeypatch, heads, kv_heads, shape):
+    # The stand-in allocates as the vendor does, and refuses what does not fit; here with the largest tiles and GPU.
+    monkeypatch.setattr(flashinfer_stand_in, "TILE", 128)
+    monkeypatch.setattr(flashinfer_stand_in, "MIN_ITEMS", 2 * 192 // kv_heads)
+    needs = KernelNeeds("cuda", "float16", heads, kv_heads, head_dim=128, tokens_per_page=16)
+    case = make_case(0, kv_len=[3, 2], query_len=[2, 1], dtype="float16")
+    plan = FlashInferProvider(needs, FlashInferStandIn()).plan(case.table, shape)
+    assert plan.static.scratch_bytes >= 128 << 20
+    monkeypatch.setattr(flashinfer_stand_in, "TILE", 16)
+    FlashInferProvider(needs, FlashInferStandIn()).plan(case.table, shape)
