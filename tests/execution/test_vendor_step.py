@@ -6,6 +6,8 @@ jax-aiter's csrc/ffi/kv/append_kv_ja.cu, paged_prefill_ja.cu and paged_attention
 position and attributes by name.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -34,6 +36,9 @@ CONFIGURATION = (
 )
 
 
+_TESTS = itertools.count()
+
+
 class DescribedFlashInfer:
     """A FlashInfer that plans, and of which nothing can run."""
 
@@ -54,7 +59,7 @@ def engine_of(monkeypatch, make: Callable[[KernelNeeds], KernelProvider], model,
         return ChosenProvider(make(needs), "the test's own")
 
     monkeypatch.setattr(kv_execution.engine, "choose_provider", choose)
-    return make_engine(model, provider=f"made by {id(make)}", **settings)
+    return make_engine(model, provider=f"made for test {next(_TESTS)}", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -226,16 +231,27 @@ def stand_in(name: str) -> Callable[[KernelNeeds], KernelProvider]:
     return lambda needs: FlashInferProvider(needs, FlashInferStandIn())
 
 
+# Prefill in chunks beside decodes; in debug mode freed pages are poisoned.
+SETTINGS = {"max_requests": 2, "max_step_tokens": 16, "max_context": 64, "debug": True}
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@functools.cache
+def reference_tokens() -> list:
+    engine = make_engine(golden_model("llama", "float16"), **SETTINGS)
+    return [done.tokens for done in engine.generate(prompts(), PARAMS)]
+
+
+def prompts() -> list[np.ndarray]:
+    return golden_prompts("llama")[:3]
+
+
 @pytest.mark.parametrize("name", ["flashinfer", "aiter"])
 def test_an_engine_on_a_stand_in_equals_the_reference(monkeypatch, name):
-    model = golden_model("llama", "float16")
-    prompts = golden_prompts("llama")
-    # Chunked prefill beside decodes, and in debug mode freed pages are poisoned.
-    settings = {"max_step_tokens": 16, "debug": True}
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
-    expected = make_engine(model, **settings)
-    reference = [done.tokens for done in expected.generate(prompts, params)]
-    engine = engine_of(monkeypatch, stand_in(name), model, **settings)
+    engine = engine_of(monkeypatch, stand_in(name), golden_model("llama", "float16"), **SETTINGS)
     pointers = [pool.unsafe_buffer_pointer() for pool in engine._runtime.state.pools]
-    assert [done.tokens for done in engine.generate(prompts, params)] == reference
+    assert [done.tokens for done in engine.generate(prompts(), PARAMS)] == reference_tokens()
     assert [pool.unsafe_buffer_pointer() for pool in engine._runtime.state.pools] == pointers
+    shapes = engine._runtime.counters.shapes
+    assert any(shape.tokens == shape.rows for shape in shapes)
+    assert any(shape.tokens > shape.rows for shape in shapes)
