@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 
 from kv_common.errors import JaxkvError
+from kv_kernels.aiter import AiterProvider
+from kv_kernels.flashinfer import FlashInferProvider
 from kv_kernels.native import NativeProvider
 from kv_kernels.pallas import PallasProvider
 from kv_kernels.provider import KernelNeeds, KernelProvider
@@ -20,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "reference"),
-    "cuda": ("pallas", "reference"),
-    "rocm": ("pallas", "reference"),
+    "cuda": ("flashinfer", "pallas", "reference"),
+    "rocm": ("aiter", "pallas", "reference"),
 }
 _ANY_PLATFORM = ("reference",)
 
@@ -45,11 +47,13 @@ def current_platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def _providers(platform: str) -> dict[str, KernelProvider]:
-    """Every provider by name, the way it would run on `platform`."""
+def _providers(needs: KernelNeeds) -> dict[str, KernelProvider]:
+    """Every provider by name, the way it would serve `needs`."""
     return {
         "native": NativeProvider(),
-        "pallas": PallasProvider(interpret=platform == "cpu"),
+        "flashinfer": FlashInferProvider(needs),
+        "aiter": AiterProvider(),
+        "pallas": PallasProvider(interpret=needs.platform == "cpu"),
         "reference": ReferenceProvider(),
     }
 
@@ -57,7 +61,7 @@ def _providers(platform: str) -> dict[str, KernelProvider]:
 def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvider:
     """The provider for `needs`; `requested` is `auto` or a provider's name. Raises ProviderError."""
     order = _PREFERENCE.get(needs.platform, _ANY_PLATFORM)
-    providers = _providers(needs.platform)
+    providers = _providers(needs)
     reasons = {name: providers[name].unsupported(needs) for name in order}
     able = [name for name in order if reasons[name] is None]
     if requested == "auto":

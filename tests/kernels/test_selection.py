@@ -1,6 +1,8 @@
 """Which provider runs, and what is said when none can."""
 
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -26,7 +28,8 @@ def test_an_unknown_platform_gets_plain_xla():
 
 def test_an_unknown_provider_is_refused_with_the_known_ones():
     with pytest.raises(
-        ProviderError, match=r"unknown provider 'fast'; choose auto or one of native, pallas, reference"
+        ProviderError,
+        match=r"unknown provider 'fast'; choose auto or one of native, flashinfer, aiter, pallas, reference",
     ):
         choose_provider(NEEDS, "fast")
 
@@ -62,3 +65,58 @@ def test_the_two_kinds_of_gpu_are_told_apart(monkeypatch, backend, version, plat
     client = SimpleNamespace(platform_version=version)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(client=client)])
     assert current_platform() == platform
+
+
+GPU_NEEDS = {"kv_dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "tokens_per_page": 16}
+
+
+@pytest.mark.parametrize(
+    ("platform", "vendor", "reason"),
+    [
+        ("cuda", "flashinfer", "tvm_ffi is not installed; install jaxkv with its cuda extra"),
+        ("rocm", "aiter", "no jax-aiter with paged kernels is installed (No module named 'jax_aiter"),
+    ],
+)
+def test_a_vendor_that_is_not_installed_is_passed_over_with_the_reason(monkeypatch, platform, vendor, reason):
+    for name in ("tvm_ffi", "jax_aiter"):
+        monkeypatch.setitem(sys.modules, name, None)
+    chosen = choose_provider(KernelNeeds(platform, **GPU_NEEDS))
+    assert chosen.provider.name != vendor
+    assert f"not {vendor}: {reason}" in chosen.reason
+    assert "\n" not in chosen.reason
+    with pytest.raises(ProviderError, match=f"provider '{vendor}' cannot serve this model: .* use provider"):
+        choose_provider(KernelNeeds(platform, **GPU_NEEDS), vendor)
+
+
+@pytest.mark.parametrize(
+    ("platform", "vendor", "change", "reason"),
+    [
+        ("cuda", "flashinfer", {"kv_dtype": "float32"}, "K/V dtype float32 is not one of bfloat16, float16"),
+        ("cuda", "flashinfer", {"head_dim": 80}, "head_dim 80 is not one of 64, 128, 256"),
+        ("cpu", "flashinfer", {}, "its kernels run on cuda, not on cpu"),
+        ("rocm", "aiter", {"kv_dtype": "float8_e4m3fn"}, "K/V dtype float8_e4m3fn is not one of"),
+        ("rocm", "aiter", {"head_dim": 256}, "head_dim 256 is not one of 64, 128"),
+        ("rocm", "aiter", {"tokens_per_page": 64}, "pages of 64 tokens: it has 16 and 32"),
+        ("rocm", "aiter", {"soft_cap": 30.0}, "a soft cap of 30: its kernels have none"),
+        ("cuda", "aiter", {}, "its kernels run on rocm, not on cuda"),
+    ],
+)
+def test_what_a_vendor_has_no_kernel_for_is_refused_with_the_numbers(platform, vendor, change, reason):
+    with pytest.raises(ProviderError, match=f"provider '{vendor}' cannot serve this model: {reason}"):
+        choose_provider(KernelNeeds(platform, **(GPU_NEEDS | change)), vendor)
+
+
+def test_a_module_that_was_not_built_is_named(monkeypatch, tmp_path):
+    pytest.importorskip("jax_tvm_ffi", reason="it is looked for before any module is")
+    monkeypatch.setenv("JAXKV_FLASHINFER_MODULES", str(tmp_path))
+    for name in ("page", "batch_prefill_with_kv_cache_"):
+        with pytest.raises(ProviderError, match=f"no prebuilt module {name}.*or set JAXKV_FLASHINFER_MODULES"):
+            choose_provider(KernelNeeds("cuda", **GPU_NEEDS), "flashinfer")
+        (tmp_path / "page").mkdir(exist_ok=True)
+        (tmp_path / "page" / "page.so").touch()
+
+
+def test_no_vendor_is_imported_before_it_is_asked_for():
+    code = "import sys, kv_kernels.selection; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"tvm_ffi", "jax_tvm_ffi", "jax_aiter"} & set(done.stdout.split())
