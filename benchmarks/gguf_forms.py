@@ -24,7 +24,7 @@ class GgufFormError(JaxkvError):
 class ModelCosts(NamedTuple):
     """What computing with a model takes: bytes that every step reads, parameters that every token meets.
 
-    `output_parameters` are met by the rows that get logits alone. `kv_bytes` are those of one cached token in float32,
+    `output_parameters` are met by the rows that get logits alone. `kv_bytes` are those of one cached token,
     `attention_flops` those of one token attending to one other.
     """
 
@@ -67,8 +67,11 @@ def in_form(path: Path, form: Form, folder: Path) -> Path:
     return target
 
 
-def costs_of(path: Path) -> ModelCosts:
-    """The costs of the model at `path`, as it is stored. Raises GgufFormError without the gguf package."""
+def costs_of(path: Path, kv_number_bytes: int) -> ModelCosts:
+    """The costs of the model at `path`, as it is stored, with numbers of K/V that size.
+
+    Raises GgufFormError without the gguf package.
+    """
     import_gguf()
     import gguf
 
@@ -87,7 +90,7 @@ def costs_of(path: Path) -> ModelCosts:
         weight_bytes=sum(int(tensor.n_bytes) for tensor in (*body, output)),
         body_parameters=sum(int(tensor.n_elements) for tensor in body),
         output_parameters=int(output.n_elements),
-        kv_bytes=2 * layers * kv_heads * head_dim * 4,
+        kv_bytes=2 * layers * kv_heads * head_dim * kv_number_bytes,
         attention_flops=4 * layers * heads * head_dim,
     )
 

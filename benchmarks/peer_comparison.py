@@ -37,11 +37,14 @@ COMPILATION_CACHE = {
 
 
 class Entrant(NamedTuple):
-    """An engine of the comparison: the command that serves it, the file that it loads, and whether it runs traces."""
+    """An engine of the comparison: the command that serves it, the file that it loads, whether it runs traces, and how
+    large a number of its K/V is.
+    """
 
     command: list[str]
     path: Path
     traces: bool
+    kv_number_bytes: int = 4
 
 
 def for_pass(name: str, workload: Workload, number: int, vocabulary: int) -> Workload:
@@ -65,7 +68,11 @@ class Comparison:
         self.limits: dict[str, dict[str, float]] = {}
         self._processes: dict[str, PeerProcess] = {}
         try:
-            self._costs = {name: costs_of(entry.path) for name, entry in entrants.items() if name.startswith("jaxkv")}
+            self._costs = {
+                name: costs_of(entry.path, entry.kv_number_bytes)
+                for name, entry in entrants.items()
+                if name.startswith("jaxkv")
+            }
         except GgufFormError as error:
             console.print(f"no fraction of the machine's limit will be known: {error}", markup=False)
             self._costs = {}

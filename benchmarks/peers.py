@@ -83,8 +83,9 @@ class Clock:
 class Jaxkv:
     """This engine: as a server would set it up, or no larger than a workload needs, as `jaxkv generate` does."""
 
-    def __init__(self, path: Path, *, only: Workload | None = None) -> None:
+    def __init__(self, path: Path, *, kv: str, only: Workload | None = None) -> None:
         import jax
+        import jax.numpy as jnp
 
         from kv_common import __version__
         from kv_execution import EngineConfig, PagedEngine
@@ -98,7 +99,8 @@ class Jaxkv:
             step_tokens = min(step_tokens, sum(len(request.prompt) for request in only.requests))
             kv_tokens = max(1024, 2 * rows * context)
         config = EngineConfig(
-            kv_pool_bytes=kv_tokens * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4,
+            kv_pool_bytes=kv_tokens * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * jnp.dtype(kv).itemsize,
+            kv_dtype=kv,
             max_requests=rows,
             max_step_tokens=step_tokens,
             max_context=min(context, spec.max_context),
@@ -111,6 +113,7 @@ class Jaxkv:
             "version": __version__,
             "jax": jax.__version__,
             "kernels": plan.provider,
+            "kv": kv,
             "shapes": len(plan.shapes),
             "parameter_bytes": spec.parameter_bytes,
             "pool_bytes": plan.layout.total_pool_bytes,

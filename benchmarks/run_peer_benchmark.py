@@ -55,8 +55,9 @@ class Engine:
 THREADED = {"threads": THREADS}
 # The fastest of each peer's settings on the machines tried, for one workload or another; the rest on request.
 ENGINES = {
-    "jaxkv.stored": Engine(Jaxkv),
-    "jaxkv.float32": Engine(Jaxkv, "float32", traces=False),
+    # Sixteen bits of K/V beside quantized weights, as the peers have it by default.
+    "jaxkv.stored": Engine(Jaxkv, None, {"kv": "float16"}),
+    "jaxkv.float32": Engine(Jaxkv, "float32", {"kv": "float32"}, traces=False),
     "llama_cpp.stored": Engine(LlamaCpp, None, THREADED),
     "llama_cpp.float32": Engine(LlamaCpp, "float32", THREADED, traces=False),
     "openvino.stored": Engine(OpenVino, None, THREADED),
@@ -150,7 +151,8 @@ def entrant_of(name: str, model: Path) -> Entrant:
     """How to start `name` on the form of `model` that it takes, which is written where it does not exist."""
     engine = ENGINES[name]
     path = model if engine.form is None else in_form(model, engine.form, MODEL.parent)
-    return Entrant([sys.executable, __file__, "--worker", name, "--model", str(path)], path, engine.traces)
+    command = [sys.executable, __file__, "--worker", name, "--model", str(path)]
+    return Entrant(command, path, engine.traces, 2 if engine.options.get("kv") == "float16" else 4)
 
 
 def read_workloads(path: Path) -> dict[str, Workload]:
