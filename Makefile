@@ -23,12 +23,12 @@ demo: $(VENV)/installed $(DEMO_NEEDS)
 	  --prompt "Write one sentence about the sea." \
 	  --prompt "Explain what a cache is to a child." 2>&1
 
-# Files go to as many workers as there are cores; most of a test is tracing, which uses one.
+# As many workers as there are cores: most of a test is tracing, which uses one.
 test: lint $(TEST_MODEL)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(VENV)/installed-test $(TEST_MODEL)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 # The tests of the native kernels, on a build that AddressSanitizer and UBSan watch.
 sanitize: $(VENV)/installed-test
