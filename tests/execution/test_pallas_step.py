@@ -32,7 +32,7 @@ def test_an_engine_on_interpreted_kernels_yields_the_references_tokens(checkpoin
         ("pallas", load_model(checkpoint, tensor_parallel=width)),
         ("reference", load_model(checkpoint)),
     ):
-        engine = make_engine(model, provider=name, debug=True, **SMALL)
+        engine = make_engine(model, provider=name, debug=True, pages=24, **SMALL)
         assert engine.describe().provider == name
         tokens[name] = [result.tokens for result in engine.generate(prompts, params)]
     assert tokens["pallas"] == tokens["reference"]
