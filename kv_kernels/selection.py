@@ -82,5 +82,12 @@ def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvid
             remedy = f"use provider {able[0]!r}" if able else "no other provider serves it either"
             raise ProviderError(f"provider {requested!r} cannot serve this model: {reason}; {remedy}")
         chosen = ChosenProvider(provider, "asked for by name")
-    logger.info("kernel provider: %s (%s)", chosen.provider.name, chosen.reason)
+    # Falling back to what is written to be right, not fast, is news; the rest is for whoever asks.
+    fell_back = requested == "auto" and chosen.provider.name == "reference" and len(order) > 1
+    logger.log(
+        logging.WARNING if fell_back else logging.INFO,
+        "kernel provider: %s (%s)",
+        chosen.provider.name,
+        chosen.reason,
+    )
     return chosen

@@ -73,6 +73,10 @@ class RopeConfig:
                 )
 
 
+MAX_LAYERS = 4096
+"""More than any model has; a damaged file may say billions."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """What layers of one model differ in.
@@ -135,6 +139,8 @@ class DecoderConfig:
     experts: ExpertConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.num_layers > MAX_LAYERS:  # before anything is made for each of them
+            raise ModelConfigError(f"num_layers is {self.num_layers}, at most {MAX_LAYERS}: check the model's config")
         if len(self.layer_kinds) == 1:
             object.__setattr__(self, "layer_kinds", self.layer_kinds * self.num_layers)
         for name, size in self._sizes().items():

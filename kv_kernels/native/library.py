@@ -25,6 +25,10 @@ class NativeUnavailableError(JaxkvError):
     """The native kernels were not built, or cannot run on this machine."""
 
 
+class NativeLevelError(JaxkvError):
+    """`JAXKV_NATIVE_LEVEL` asks for what there is not. Nothing else is taken in its place."""
+
+
 class NativeLibrary:
     """The loaded library and its two settings, which hold for all calls that begin after they are made."""
 
@@ -71,7 +75,9 @@ def load_library() -> NativeLibrary:
         raise NativeUnavailableError(f"the native kernels cannot be loaded: {error}; install again") from error
     library = NativeLibrary(shared)
     if level := os.environ.get(LEVEL_VARIABLE):
-        library.set_level(level)
+        if level.lower() not in (able := library.levels()):
+            raise NativeLevelError(f"{LEVEL_VARIABLE} is {level!r}; this CPU has {', '.join(able)}")
+        library.set_level(level.lower())
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(shared, target)), platform="cpu")
     return library

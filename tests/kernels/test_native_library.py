@@ -52,13 +52,16 @@ def test_an_unknown_instruction_set_is_refused_with_the_known_ones():
         load_library().set_level("sse9")
 
 
-@pytest.mark.parametrize(("wanted", "said"), [("generic", "generic"), ("sse9", "no native kernels for 'sse9'")])
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [("generic", "generic"), ("GENERIC", "generic"), ("sse9", "JAXKV_NATIVE_LEVEL is 'sse9'; this CPU has generic")],
+)
 def test_the_environment_asks_for_an_instruction_set(wanted, said):
     script = "\n".join(
         [
-            "from kv_kernels.native import NativeUnavailableError, load_library",
+            "from kv_kernels.native.library import NativeLevelError, load_library",
             "try: print(load_library().level)",
-            "except NativeUnavailableError as error: print(error)",
+            "except NativeLevelError as error: print(error)",
         ]
     )
     environment = {**os.environ, "JAXKV_NATIVE_LEVEL": wanted}

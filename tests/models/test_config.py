@@ -124,3 +124,8 @@ def test_a_file_that_is_no_json_object_is_one_line(tmp_path: Path, text: str) ->
     with pytest.raises(JaxkvError, match=r"get the file again$") as refusal:
         read_json(path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_number_of_layers_beyond_reason_is_refused_before_anything_is_made_for_them() -> None:
+    with pytest.raises(ModelConfigError, match="num_layers is 2147483647, at most 4096"):
+        DecoderConfig("llama", 10, 8, 16, 2**31 - 1, 2, 1, 4, 64, 1e-5)
