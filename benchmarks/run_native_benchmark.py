@@ -1,8 +1,7 @@
 """Steps of a whole engine with the native kernels and with the reference, beside what the machine itself can do.
 
 Decode at several batch sizes and prefill, on the model as it is stored and dequantized to float32. The machine's limits
-are measured in the same run: bytes read per second by all threads, and multiply-adds per second, both by the kernels'
-own weight product (one token over a stack too large for the caches; many tokens over one small enough for them).
+are measured in the same run, by loops that are none of the kernels'.
 Processor seconds are printed beside wall seconds: on a machine that others use only the first compare. JSON lines, and
 a table on stderr.
 """
@@ -21,10 +20,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine_limits import MachineLimits
 from reporting import figure_from_passes, print_figure
 
 from kv_execution import EngineConfig, PagedEngine, SamplingParams
-from kv_kernels.native import NativeProvider
 from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize
 from models import LoadedModel, load_model
 
@@ -50,8 +49,8 @@ def main() -> None:
     parser.add_argument("--providers", nargs="*", default=["native", "reference"])
     parser.add_argument("--weights", nargs="*", choices=("stored", "float32"), default=["stored", "float32"])
     options = parser.parse_args()
-    measure_limits(options.passes)
     stored = load_model(options.model)
+    measure_limits(options.passes, stored.spec.parameter_bytes)
     for weights in options.weights:
         model = stored if weights == "stored" else dequantized(stored)
         for provider in options.providers:
@@ -113,21 +112,17 @@ def prefill_costs(model: LoadedModel, provider: str, tokens: int, passes: int) -
     return [timed(run) for _ in range(passes)]
 
 
-def measure_limits(passes: int) -> None:
-    """What the machine reads and multiplies in a second."""
-    provider = NativeProvider()
-    product = jax.jit(lambda x, weight: provider.product(x, weight, 0, None))
-    big = DenseWeight(jnp.ones((1, 1 << 16, 1 << 10), jnp.float32))
-    one = jnp.ones((1, 1 << 10))
-    jax.block_until_ready(product(one, big))
-    reads = [timed(lambda: product(one, big)) for _ in range(passes)]
-    print_limit("machine.read_bandwidth", [big.nbytes / cost.wall_s / 1e9 for cost in reads], "GB/s")
-    small, many = DenseWeight(jnp.ones((1, 384, 512), jnp.float32)), jnp.ones((96 * THREADS * 8, 512))
-    flops = 2 * 384 * 512 * many.shape[0]
-    jax.block_until_ready(product(many, small))
-    runs = [timed(lambda: product(many, small)) for _ in range(passes)]
-    print_limit("machine.product_rate", [flops / cost.wall_s / 1e9 for cost in runs], "GFLOP/s")
-    print_limit("machine.product_rate_per_core", [flops / cost.processor_s / 1e9 for cost in runs], "GFLOP/s")
+def measure_limits(passes: int, weight_bytes: int) -> None:
+    """What the machine reads in a second, over as many bytes as a step reads weights, and multiplies."""
+    machine = MachineLimits(THREADS)
+    for name, unit, measure in (
+        ("read_bandwidth", "GB/s", lambda: machine.read_bandwidth(weight_bytes)),
+        ("multiply_adds", "GFLOP/s", machine.multiply_adds),
+        ("tile_multiply_adds", "GFLOP/s", machine.tile_multiply_adds),
+    ):
+        found = [measure() for _ in range(passes)]
+        for method in found[0]:
+            print_limit(f"machine.{name}.{method}", [each[method] / 1e9 for each in found], unit)
 
 
 def print_limit(name: str, values: list[float], unit: str) -> None:

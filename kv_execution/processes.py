@@ -7,7 +7,7 @@ is agreed: seeds that nobody chose, and the clock of deadlines (process 0's).
 
 The processes meet at process 0 before jax does, because jax ends a process that waits in vain, or that loses a peer,
 with a stack trace. The sockets stay open as lifelines: a peer that dies, or is silent for `timeout_s`, ends the others
-with one line.
+with one line. Where process 0 dies jax's service dies with it, and jax may be the first to say so and end a process.
 """
 
 import contextlib

@@ -20,6 +20,7 @@ from jax import lax
 
 from kv_execution.sampler_state import Column, SamplerState
 from kv_execution.sampling_params import GREEDY_BELOW_TEMPERATURE, MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from kv_kernels.argmax import argmax, below_infinity, ordered_keys
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -77,8 +78,8 @@ def sample(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sa
     random = _is_random(inputs)
     token = lax.cond(
         jnp.any(random),
-        lambda: _argmax(jnp.where(random[:, None], processed + _gumbel(inputs, logits.shape[1]), processed)),
-        lambda: _argmax(processed),
+        lambda: argmax(jnp.where(random[:, None], processed + _gumbel(inputs, logits.shape[1]), processed)),
+        lambda: argmax(processed),
     )
     log_normalizer = lax.cond(
         jnp.any(inputs.logprobs),
@@ -104,14 +105,14 @@ def process_logits(logits: jax.Array, inputs: SamplingInputs, state: SamplerStat
     def penalize_repetition(logits: jax.Array) -> jax.Array:
         seen = _occurrences(state, inputs, jnp.zeros_like(inputs.position), vocab_size) > 0
         penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        return jnp.where(seen, _below_infinity(penalized), logits)
+        return jnp.where(seen, below_infinity(penalized), logits)
 
     def penalize_generated(logits: jax.Array) -> jax.Array:
         count = _occurrences(state, inputs, inputs.prompt_len, vocab_size)
         return jnp.where(count > 0, logits - count * frequency - presence, logits)
 
     def temper_and_filter(logits: jax.Array) -> jax.Array:
-        tempered = _below_infinity(logits / jnp.where(random, inputs.temperature, 1)[:, None])
+        tempered = below_infinity(logits / jnp.where(random, inputs.temperature, 1)[:, None])
         for filter_logits, parameter, asked in (
             (_top_k_filter, inputs.top_k, inputs.top_k > 0),
             (_top_p_filter, inputs.top_p, inputs.top_p < 1),
@@ -122,7 +123,7 @@ def process_logits(logits: jax.Array, inputs: SamplingInputs, state: SamplerStat
             )
         return tempered
 
-    logits = _below_infinity(logits)
+    logits = below_infinity(logits)
     logits = _where_asked(inputs.repetition_penalty != 1, penalize_repetition, logits)
     logits = _where_asked((inputs.presence_penalty != 0) | (inputs.frequency_penalty != 0), penalize_generated, logits)
     logits = _where_asked(inputs.bias_count > 0, partial(_add_bias, inputs=inputs, state=state), logits)
@@ -136,19 +137,6 @@ def _is_random(inputs: SamplingInputs) -> jax.Array:
 def _where_asked(asked: Column, change: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
     """`change` must leave rows that did not ask as they are: it runs for all rows as soon as one asks."""
     return lax.cond(jnp.any(asked), change, lambda logits: logits, logits)
-
-
-def _below_infinity(logits: jax.Array) -> jax.Array:
-    # One +inf would make every difference to the maximum NaN; as the largest float it still wins.
-    return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, _FLOAT32_MAX))
-
-
-def _argmax(scores: jax.Array) -> jax.Array:
-    # Through integers, whose reductions a CPU vectorizes; the lowest of equals, as jnp.argmax has it.
-    keys = lax.bitcast_convert_type(_ordered_keys(scores) ^ np.uint32(0x80000000), jnp.int32)
-    ids = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    best = keys == jnp.max(keys, axis=1, keepdims=True)
-    return jnp.min(jnp.where(best, ids, scores.shape[1]), axis=1)
 
 
 def _occurrences(state: SamplerState, inputs: SamplingInputs, start: Column, vocab_size: int) -> jax.Array:
@@ -172,7 +160,7 @@ def _add_bias(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) ->
 
 
 def _top_k_filter(logits: jax.Array, parameter: Column, asked: Column) -> jax.Array:
-    keys = _ordered_keys(logits)
+    keys = ordered_keys(logits)
 
     def enough(cut: jax.Array) -> jax.Array:
         return jnp.sum(keys >= cut[:, None], axis=1, dtype=jnp.int32) >= parameter
@@ -181,7 +169,7 @@ def _top_k_filter(logits: jax.Array, parameter: Column, asked: Column) -> jax.Ar
 
 
 def _top_p_filter(logits: jax.Array, parameter: Column, asked: Column) -> jax.Array:
-    keys = _ordered_keys(logits)
+    keys = ordered_keys(logits)
     # Fixed-point probabilities relative to the most likely token, in two words narrow enough that their sums over
     # the vocabulary fit 32 bits. Up to 65,536 tokens the unit is 2**-32, and the kept mass exact to 2**-17 at worst.
     word_bits = min(16, 32 - (logits.shape[1] - 1).bit_length())
@@ -219,13 +207,6 @@ def _relative_probabilities(logits: jax.Array) -> jax.Array:
     """Probabilities divided by the row's largest, [rows, vocab] in [0, 1]; 0 all over a row that is all -inf."""
     largest = jnp.maximum(jnp.max(logits, axis=1, keepdims=True), -_FLOAT32_MAX)
     return jnp.exp(logits - largest)
-
-
-def _ordered_keys(logits: jax.Array) -> jax.Array:
-    """uint32 [rows, vocab] that compare as the floats do; -0.0 and 0.0 are equal."""
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)
-    sign = np.uint32(0x80000000)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _highest_cut(enough: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:

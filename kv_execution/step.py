@@ -17,7 +17,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
 from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, sample
-from kv_kernels.composition import ComposedKernels
+from kv_kernels.argmax import argmax, below_infinity
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import POOL_SPEC
@@ -160,7 +160,7 @@ def build_step_programs(
     def greedy_rows(logits: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
         # What `sample` chooses where nothing is asked. A kernel cannot be called on arrays of a mesh from out here.
-        token = provider.argmax(logits) if mesh is None else ComposedKernels().argmax(logits)
+        token = provider.argmax(logits) if mesh is None else argmax(below_infinity(logits))
         return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
 
     return StepPrograms(

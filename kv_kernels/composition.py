@@ -1,6 +1,7 @@
 """The passes of a step in jax.numpy over a provider's basic operations: the definition of `linear` and `attend`.
 
-A provider that fuses a pass agrees with what stands here; one that does not inherits it, and XLA fuses what it can.
+A provider that fuses a pass agrees with what stands here; one that does not inherits it, and XLA fuses what it can. So
+it is with products and rows of weights, for a provider that has kernels for the cache alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kv_kernels.argmax import argmax, below_infinity
 from kv_kernels.provider import (
     Activation,
     Affine,
@@ -24,11 +26,21 @@ from kv_kernels.provider import (
     Scoring,
 )
 from kv_kernels.scatter import write_rows
-from kv_kernels.weights import LayerIndex
+from kv_kernels.weights import LayerIndex, Weight, dequantize, take_layer, take_rows
 
 
 class ComposedKernels:
-    """`linear` and `attend` for a provider that has the basic operations."""
+    """Everything of a provider but `append_kv` and `paged_attention`, by XLA."""
+
+    def product(
+        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
+    ) -> jax.Array:
+        """See KernelProvider."""
+        return multiply(x, weight, layer, out_dtype)
+
+    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+        """See KernelProvider."""
+        return dequantize(take_rows(weight, token_ids), jnp.float32)
 
     def linear(
         self: KernelProvider,
@@ -56,8 +68,7 @@ class ComposedKernels:
 
     def argmax(self, scores: jax.Array) -> jax.Array:
         """See KernelProvider."""
-        finite = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, np.finfo(np.float32).max))
-        return jnp.argmax(finite, axis=1).astype(jnp.int32)
+        return argmax(below_infinity(scores))
 
     def attend(
         self: KernelProvider,
@@ -88,6 +99,24 @@ def _biased(
     if matrix.bias is None:
         return provider.product(x, matrix.weight, layer, dtype)
     return (provider.product(x, matrix.weight, layer, jnp.float32) + of_layer(matrix.bias, layer)).astype(dtype)
+
+
+def multiply(
+    x: jax.Array,
+    weight: Weight,
+    layer: LayerIndex | None,
+    out_dtype: jax.typing.DTypeLike | None,
+    *,
+    fence: bool = False,
+) -> jax.Array:
+    """`KernelProvider.product` by XLA; `fence` keeps it from fusing the dequantization with the product."""
+    matrix = dequantize(weight if layer is None else take_layer(weight, layer), x.dtype)
+    if fence:
+        matrix = jax.lax.optimization_barrier(matrix)
+    # A GPU would take TF32 for float32, and lose half of the digits.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = jnp.einsum("ti,oi->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(out_dtype or x.dtype)
 
 
 def normalize(

@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.composition import ComposedKernels
+from kv_kernels.composition import ComposedKernels, multiply
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 from kv_kernels.scatter import write_rows
-from kv_kernels.weights import LayerIndex, Weight, dequantize, take_layer, take_rows
+from kv_kernels.weights import LayerIndex, Weight
 
 SoftmaxCarry = tuple[jax.Array, jax.Array, jax.Array]
 """Running maximum and sum [kv_heads, queries], and weighted values [kv_heads, queries, head_dim]."""
@@ -167,31 +167,5 @@ class ReferenceProvider(ComposedKernels):
     def product(
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        # Without the barrier XLA's CPU backend may fuse the dequantization into a scalar loop over the product.
+        # Without the fence XLA's CPU backend may fuse the dequantization into a scalar loop over the product.
         return multiply(x, weight, layer, out_dtype, fence=True)
-
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
-        return look_up(token_ids, weight)
-
-
-def multiply(
-    x: jax.Array,
-    weight: Weight,
-    layer: LayerIndex | None,
-    out_dtype: jax.typing.DTypeLike | None,
-    *,
-    fence: bool = False,
-) -> jax.Array:
-    """`KernelProvider.product` by XLA; `fence` keeps it from fusing the dequantization with the product."""
-    matrix = dequantize(weight if layer is None else take_layer(weight, layer), x.dtype)
-    if fence:
-        matrix = lax.optimization_barrier(matrix)
-    # A GPU would take TF32 for float32, and lose half of the digits.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.einsum("ti,oi->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(out_dtype or x.dtype)
-
-
-def look_up(token_ids: jax.Array, weight: Weight) -> jax.Array:
-    """`KernelProvider.embed` by XLA."""
-    return dequantize(take_rows(weight, token_ids), jnp.float32)

@@ -17,7 +17,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from kv_common.errors import JaxkvError
-from models.config import read_json
+from models.config_fields import read_json
 from models.tokenizer import Tokenizer
 
 

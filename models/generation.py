@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.config import ConfigFields, ModelConfigError, read_json
+from models.config import ModelConfigError
+from models.config_fields import ConfigFields, read_json
 
 
 @dataclasses.dataclass(frozen=True)

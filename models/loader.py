@@ -27,7 +27,8 @@ from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh
 from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
-from models.config import ConfigFields, ModelConfigError, UnsupportedModelError, read_json
+from models.config import ModelConfigError, UnsupportedModelError
+from models.config_fields import ConfigFields, read_json
 from models.decoder import Decoder, Forward
 from models.families import Family, family_of, gguf_format_of
 from models.families.gguf_model import GgufModel

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.assembly import CheckpointError
-from models.config import read_json
+from models.config_fields import read_json
 from models.placement import Index
 
 INDEX_NAME = "model.safetensors.index.json"

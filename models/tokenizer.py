@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from kv_common.errors import JaxkvError
-from models.config import read_json
+from models.config_fields import read_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

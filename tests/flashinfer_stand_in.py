@@ -52,19 +52,9 @@ class PageModule:
     ) -> None:
         assert layout == 0
         assert kv_indptr.shape[0] == kv_last_page_len.shape[0] + 1
-        key, value, batch, position, k_pool, v_pool, pages, indptr = map(
-            np.from_dlpack,
-            (
-                append_key,
-                append_value,
-                batch_indices,
-                positions,
-                paged_k_cache,
-                paged_v_cache,
-                kv_indices,
-                kv_indptr,
-            ),
-        )
+        fresh = map(np.from_dlpack, (append_key, append_value, batch_indices, positions))
+        kept = map(np.from_dlpack, (paged_k_cache, paged_v_cache, kv_indices, kv_indptr))
+        (key, value, batch, position), (k_pool, v_pool, pages, indptr) = fresh, kept
         assert key.dtype == k_pool.dtype
         for token in range(len(key)):
             at, offset = divmod(int(indptr[batch[token]]) * k_pool.shape[1] + int(position[token]), k_pool.shape[1])
@@ -201,19 +191,9 @@ class PrefillModule(AttentionModule):
         schedule = np.from_dlpack(int_workspace_buffer)
         request, tile = (schedule[at : at + 4 * items].view(np.int32) for at in info[4:6])
         valid = schedule[info[12] : info[12] + items].view(np.bool_)
-        query, k_pool, v_pool, starts, indptr, pages, last_page_len, out = map(
-            np.from_dlpack,
-            (
-                q,
-                paged_k_cache,
-                paged_v_cache,
-                qo_indptr,
-                paged_kv_indptr,
-                paged_kv_indices,
-                paged_kv_last_page_len,
-                o,
-            ),
-        )
+        query, out, k_pool, v_pool = map(np.from_dlpack, (q, o, paged_k_cache, paged_v_cache))
+        rows = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        starts, indptr, pages, last_page_len = map(np.from_dlpack, rows)
         assert total_rows == len(query)
         group = query.shape[1] // k_pool.shape[2]
         out[...] = np.nan
@@ -221,11 +201,7 @@ class PrefillModule(AttentionModule):
             first, last = starts[row : row + 2]
             mine = pages[indptr[row] : indptr[row + 1]]
             values = attend_row(
-                query[first:last],
-                k_pool,
-                v_pool,
-                mine,
-                last_page_len[row],
+                *(query[first:last], k_pool, v_pool, mine, last_page_len[row]),
                 scale=sm_scale,
                 window_left=window_left,
                 soft_cap=logits_soft_cap,
@@ -311,12 +287,9 @@ class DecodeModule(AttentionModule):
         assert len(indptr) == len(query) + 1
         out[...] = np.nan
         for row in request[valid]:
+            mine = pages[indptr[row] : indptr[row + 1]]
             out[row : row + 1] = attend_row(
-                query[row : row + 1],
-                k_pool,
-                v_pool,
-                pages[indptr[row] : indptr[row + 1]],
-                last_page_len[row],
+                *(query[row : row + 1], k_pool, v_pool, mine, last_page_len[row]),
                 scale=sm_scale,
                 window_left=window_left,
                 soft_cap=logits_soft_cap,

@@ -18,8 +18,6 @@ from kv_kernels.aiter.library import APPEND, DECODE, JAX_AITER, PREFILL, AiterLi
 from kv_kernels.composition import ComposedKernels
 from kv_kernels.packed_rows import PackedRows, longest_kv, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
-from kv_kernels.reference import look_up, multiply
-from kv_kernels.weights import LayerIndex, Weight
 
 
 class Coverage(NamedTuple):
@@ -94,14 +92,6 @@ class AiterProvider(ComposedKernels):
         # Nothing is written for a token that no row has.
         real = (jnp.arange(shape.tokens) < plan.num_tokens)[:, None, None]
         return jnp.where(real, out, 0).astype(q.dtype)
-
-    def product(
-        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
-    ) -> jax.Array:
-        return multiply(x, weight, layer, out_dtype)
-
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
-        return look_up(token_ids, weight)
 
     def _can_decode(self, query: jax.Array, pools: PoolPair, shape: PlanShape, scoring: Scoring) -> bool:
         tokens_per_page, kv_heads, head_dim = pools.k.shape[1:]

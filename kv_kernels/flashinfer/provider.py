@@ -21,8 +21,6 @@ from kv_kernels.flashinfer.calls import APPEND, CAUSAL, NHD, PAGE_MODULE, Call, 
 from kv_kernels.flashinfer.library import PREBUILT, FlashInferLibrary
 from kv_kernels.packed_rows import PackedRows, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
-from kv_kernels.reference import look_up, multiply
-from kv_kernels.weights import LayerIndex, Weight
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
@@ -151,14 +149,6 @@ class FlashInferProvider(ComposedKernels):
         # Nothing is written for a token that no row has.
         real = (jnp.arange(shape.tokens) < rows.num_tokens)[:, None, None]
         return jnp.where(real, out, 0).astype(q.dtype)
-
-    def product(
-        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
-    ) -> jax.Array:
-        return multiply(x, weight, layer, out_dtype)
-
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
-        return look_up(token_ids, weight)
 
     def _call(self, call: Call, results: Any, **settings: Any) -> Any:
         self.library.register(call)

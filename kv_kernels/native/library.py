@@ -26,7 +26,7 @@ class NativeUnavailableError(JaxkvError):
 
 
 class NativeLevelError(JaxkvError):
-    """`JAXKV_NATIVE_LEVEL` asks for what there is not. Nothing else is taken in its place."""
+    """An instruction set is asked for that the CPU or the build does not have. Nothing else is taken in its place."""
 
 
 class NativeLibrary:
@@ -45,9 +45,9 @@ class NativeLibrary:
         return name.decode()
 
     def set_level(self, level: str) -> None:
-        """Use the kernels of `level`. Raises NativeUnavailableError where the CPU or the build has none."""
+        """Use the kernels of `level`. Raises NativeLevelError where the CPU or the build has none."""
         if self._library.jaxkv_set_level(level.encode()):
-            raise NativeUnavailableError(
+            raise NativeLevelError(
                 f"no native kernels for {level!r} on this CPU; use one of {', '.join(self.levels())}"
             )
 
@@ -67,7 +67,10 @@ class NativeLibrary:
 
 @functools.cache
 def load_library() -> NativeLibrary:
-    """The library, its handlers registered on first use. Raises NativeUnavailableError with the reason."""
+    """The library, its handlers registered on first use.
+
+    Raises NativeUnavailableError with the reason, or NativeLevelError for what `JAXKV_NATIVE_LEVEL` says.
+    """
     path = os.environ.get(LIBRARY_VARIABLE) or _installed_library()
     try:
         shared = ctypes.CDLL(path)
@@ -75,8 +78,6 @@ def load_library() -> NativeLibrary:
         raise NativeUnavailableError(f"the native kernels cannot be loaded: {error}; install again") from error
     library = NativeLibrary(shared)
     if level := os.environ.get(LEVEL_VARIABLE):
-        if level.lower() not in (able := library.levels()):
-            raise NativeLevelError(f"{LEVEL_VARIABLE} is {level!r}; this CPU has {', '.join(able)}")
         library.set_level(level.lower())
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(shared, target)), platform="cpu")

@@ -13,8 +13,6 @@ from kv_kernels.pallas.append import append_rows
 from kv_kernels.pallas.attention import paged_attention
 from kv_kernels.pallas.plan import PallasPlan, make_plan
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
-from kv_kernels.reference import look_up, multiply
-from kv_kernels.weights import LayerIndex, Weight
 
 POOL_DTYPES = ("float32", "bfloat16", "float16")
 GPU_PLATFORMS = ("cuda", "rocm")
@@ -58,11 +56,3 @@ class PallasProvider(ComposedKernels):
         self, q: jax.Array, pools: PoolPair, plan: PallasPlan, *, first_page: jax.Array | int, scoring: Scoring
     ) -> jax.Array:
         return paged_attention(q, pools, plan, first_page=first_page, scoring=scoring, interpret=self.interpret)
-
-    def product(
-        self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
-    ) -> jax.Array:
-        return multiply(x, weight, layer, out_dtype)
-
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
-        return look_up(token_ids, weight)

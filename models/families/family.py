@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from models.assembly import Rows
-from models.config import ConfigFields, DecoderConfig
+from models.config import DecoderConfig
+from models.config_fields import ConfigFields
 from models.families.gguf_model import GgufModel
 
 RowsOf = Callable[[DecoderConfig], Mapping[str, Rows]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from models.config import ConfigFields, DecoderConfig, LayerKind, RopeConfig
+from models.config import DecoderConfig, LayerKind, RopeConfig
+from models.config_fields import ConfigFields
 from models.families.family import Family, GgufFormat
 from models.families.gemma2 import GEMMA_HF_NAMES
 from models.families.gguf_model import GgufModel

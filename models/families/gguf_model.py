@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from models.assembly import Rows
-from models.config import ConfigFields, DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
+from models.config import DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
+from models.config_fields import ConfigFields
 from models.families.hf_model import context_within, yarn_attention_factor
 
 # Keys below the architecture's name that describe and do not compute.

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from models.config import ConfigFields, DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
+from models.config import DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
+from models.config_fields import ConfigFields
 from models.harmless_fields import HARMLESS_FIELDS
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from models.config import ConfigFields, DecoderConfig, ExpertConfig, LayerKind
+from models.config import DecoderConfig, ExpertConfig, LayerKind
+from models.config_fields import ConfigFields
 from models.families.family import Family
 from models.families.hf_model import decoder_config, rope_of
 from models.families.names import HF_NAMES, hf_layer

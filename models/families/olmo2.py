@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from models.config import ConfigFields, DecoderConfig, LayerKind
+from models.config import DecoderConfig, LayerKind
+from models.config_fields import ConfigFields
 from models.families.family import Family, GgufFormat
 from models.families.gguf_model import GgufModel
 from models.families.hf_model import biases_of, decoder_config, rope_of

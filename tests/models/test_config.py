@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from kv_common.errors import JaxkvError
-from models.config import (
-    ConfigFields,
-    DecoderConfig,
-    LayerKind,
-    ModelConfigError,
-    RopeConfig,
-    UnsupportedModelError,
-    read_json,
-)
+from models.config import DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
+from models.config_fields import ConfigFields, read_json
 from models.families import family_of
 from models.families.llama import FAMILY
 

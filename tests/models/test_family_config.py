@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from kv_common.errors import JaxkvError
-from models.config import ConfigFields, DecoderConfig, LayerKind, RopeConfig
+from models.config import DecoderConfig, LayerKind, RopeConfig
+from models.config_fields import ConfigFields
 from models.families import FAMILIES, family_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
