@@ -23,8 +23,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
+from kv_kernels.adapters import AdapterCapacity
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh
+from models.adapted_model import AdaptedModel
 from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
 from models.config import ModelConfigError, UnsupportedModelError
@@ -35,6 +37,7 @@ from models.families.gguf_model import GgufModel
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
+from models.lora import Adapter, read_adapter
 from models.placement import mesh_for, update_with_content
 from models.safetensors_loader import SafetensorsCheckpoint
 from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
@@ -67,6 +70,14 @@ class LoadedModel:
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
         return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
+
+    def read_adapter(self, directory: str | Path) -> Adapter:
+        """The PEFT LoRA adapter in a directory. Raises what `models.lora.read_adapter` raises."""
+        return read_adapter(directory, self.decoder)
+
+    def with_adapters(self, slots: int, rank: int) -> AdaptedModel:
+        """The model with room for `slots` adapters of at most `rank`; it shares the parameters."""
+        return AdaptedModel(self, AdapterCapacity(slots, rank))
 
     @functools.cached_property
     def _graph(self) -> nnx.GraphDef:
