@@ -91,11 +91,14 @@ static int64_t attend_scratch(const Attention& a, int64_t tokens) {
 }
 
 // A block's keys and values to float32, `count` of them and no more: what a page holds after the row's end may be a NaN.
-// Keys lie as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
+// So may the pages before the tile's oldest key, which were given back: zeros stand for their keys and values. Keys lie
+// as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
 template <class S>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
                               int64_t padded, const AttentionScratch<S>& s) {
-  for (int64_t i = 0; i < count; ++i) {
+  const int64_t oldest = tile.oldest_key(a.window) - first, unseen = oldest < 0 ? 0 : oldest < count ? oldest : count;
+  for (int64_t i = 0; i < unseen * s.stride; ++i) s.keys[i] = s.values[i] = 0;
+  for (int64_t i = unseen; i < count; ++i) {
     const int64_t position = first + i, entry = position / a.tokens_per_page;
     const int64_t page = tile.pages[entry] + a.first_page;
     const int64_t slot = page * a.tokens_per_page + position % a.tokens_per_page;
