@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
-from kv_common.layout import layout_for_budget
+from kv_common.layout import MAX_SLOTS, layout_for_budget
 from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
@@ -49,13 +49,19 @@ class PagedEngine:
     ) -> None:
         """Plan for `model`; nothing is allocated yet. `clock` gives the seconds that deadlines are measured in.
 
-        Raises EngineConfigError, LayoutError or ProviderError.
+        Raises EngineConfigError, LayoutError, ProviderError or TensorParallelError.
         """
         if config is not None and not isinstance(config, EngineConfig):
             raise EngineConfigError(f"config is a {type(config).__name__}; give EngineConfig(...)")
-        self.model = model
         self.config = config = config or EngineConfig()
+        if config.tensor_parallel not in (None, 1 if model.tensor_mesh is None else model.tensor_mesh.width):
+            model = model.spread(config.tensor_parallel)
+        self.model = model
         spec = model.spec
+        if (config.max_context or spec.max_context) > MAX_SLOTS:
+            raise EngineConfigError(
+                f"{spec.name} says it takes {spec.max_context} tokens, more than int32 can number; set max_context"
+            )
         if config.max_context is not None and config.max_context > spec.max_context:
             raise EngineConfigError(
                 f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} "
@@ -63,11 +69,6 @@ class PagedEngine:
             )
         mesh = model.tensor_mesh
         width = 1 if mesh is None else mesh.width
-        if config.tensor_parallel not in (None, width):
-            raise EngineConfigError(
-                f"tensor_parallel is {config.tensor_parallel}, but the model's parameters are spread over {width} "
-                f"devices; load it with load_model(..., tensor_parallel={config.tensor_parallel})"
-            )
         if config.compilation_cache:
             use_compilation_cache()
         self._layout = layout_for_budget(

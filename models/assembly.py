@@ -172,7 +172,7 @@ def assemble(
         else:
             placed = place_slices(shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), read)
         checkpoint.release()
-        _insert(parameters, path, placed)
+        insert(parameters, path, placed)
         done += math.prod(shape)
         if progress is not None:
             progress(LoadProgress(path, done, total))
@@ -286,7 +286,7 @@ def _tensor_names(template: str, config: DecoderConfig) -> list[str]:
     return [template.format(layer=layer, expert=expert) for layer in range(config.num_layers) for expert in experts]
 
 
-def _insert(tree: dict[str, Any], path: str, value: Any) -> None:
+def insert(tree: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

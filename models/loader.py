@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
 from kv_kernels.step_view import StepView
-from kv_kernels.tensor_parallel import TensorMesh
+from kv_kernels.tensor_parallel import TensorMesh, TensorParallelError
 from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
 from models.config import ModelConfigError, UnsupportedModelError
@@ -37,6 +37,7 @@ from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
 from models.placement import mesh_for, update_with_content
 from models.safetensors_loader import SafetensorsCheckpoint
+from models.spreading import spread_parameters
 from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,22 @@ class LoadedModel:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
         return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
 
+    def spread(self, tensor_parallel: int | Mesh) -> LoadedModel:
+        """The same model over so many devices, or a mesh as `load_model` takes it; this one stays as it is.
+
+        Raises TensorParallelError, also for a model that is spread already.
+        """
+        if self.tensor_mesh is not None:
+            raise TensorParallelError(
+                f"{self.spec.name} is spread over {self.tensor_mesh.width} devices already: load it anew for "
+                "another mesh"
+            )
+        mesh = mesh_for(self.decoder.config, tensor_parallel)
+        if mesh is None:
+            return self
+        params = spread_parameters(self.params, parameter_shapes(self.decoder), mesh)
+        return dataclasses.replace(self, params=params, tensor_mesh=mesh)
+
     @functools.cached_property
     def _graph(self) -> nnx.GraphDef:
         return nnx.split(self.decoder)[0]
@@ -96,8 +113,8 @@ def load_model(
 
     dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
     are. tensor_parallel is the number of devices to spread the model over, or a mesh of the user's that has the axes
-    `kv_head_shard` and `kv_head_replica`; an engine follows it. It is said here and not to the engine, because
-    parameters go to their devices as they are read: a model that no single device could hold never has to be on one.
+    `kv_head_shard` and `kv_head_replica`; an engine follows it. Said here, parameters go to their devices as they are
+    read, and a model that no single device could hold never has to be on one; said to the engine, they are copied.
 
     Raises:
         CheckpointError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError: one line each,
