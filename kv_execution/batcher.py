@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.model_spec import ModelSpec
 from kv_control.page_allocator import OutOfPagesError
+from kv_execution.adapters import AdapterChoice, Adapters
 from kv_execution.requests import Request, TokenOutput
 from kv_execution.runtime import DispatchedStep, PagedRuntime
 from kv_execution.sampling_params import SamplingParams, SamplingParamsError
@@ -61,7 +62,8 @@ class Batcher:
         self,
         runtime: PagedRuntime,
         spec: ModelSpec,
-        namespace_of: Callable[[str], bytes],
+        namespace_of: Callable[[str, AdapterChoice], bytes],
+        adapters: Adapters,
         request_ids: "itertools.count[int]",
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
@@ -69,10 +71,11 @@ class Batcher:
         self._runtime = runtime
         self._spec = spec
         self._namespace_of = namespace_of
+        self._adapters = adapters
         self._request_ids = request_ids
         self._clock = clock
         self._draw_seed = draw_seed
-        self._prompts: dict[int, tuple[NDArray[np.int32], str]] = {}
+        self._prompts: dict[int, tuple[NDArray[np.int32], str, AdapterChoice]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._in_flight: DispatchedStep | None = None
         self._undelivered: list[TokenOutput] = []
@@ -91,18 +94,21 @@ class Batcher:
         deadline_s: float | None = None,
         cache_salt: str = "",
         read_cache: bool = True,
+        adapter: str | None = None,
     ) -> int:
         """Queue a request and return its id.
 
         A higher `priority` goes first and may push out running requests of a lower one. After `deadline_s` seconds the
         request ends with what it has. Requests share cached pages only under the same `cache_salt`; with
-        `read_cache=False` it computes everything itself.
+        `read_cache=False` it computes everything itself. `adapter` is the name of a loaded one.
 
-        Raises PromptError, SamplingParamsError for ids outside the vocabulary, RequestTooLargeError, QueueFullError;
-        nothing is queued then.
+        Raises PromptError, SamplingParamsError for ids outside the vocabulary, AdapterNameError, RequestTooLargeError,
+        QueueFullError; nothing is queued then.
         """
         prompt = checked_prompt(token_ids, self._spec.vocab_size)
-        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, cache_salt, read_cache, None)
+        choice = self._adapters.choice(adapter)
+        params = params or SamplingParams()
+        return self._queue(prompt, params, priority, deadline_s, cache_salt, read_cache, None, choice)
 
     def fork(
         self,
@@ -118,8 +124,8 @@ class Batcher:
         """
         if request_id not in self._prompts:
             raise RequestEndedError(f"request {request_id} has ended or never was; submit its prompt again")
-        prompt, salt = self._prompts[request_id]
-        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, salt, True, request_id)
+        prompt, salt, choice = self._prompts[request_id]
+        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, salt, True, request_id, choice)
 
     def step(self) -> list[TokenOutput]:
         """Start the next step and return the tokens of the one before it, which may be none.
@@ -165,6 +171,7 @@ class Batcher:
         cache_salt: str,
         read_cache: bool,
         parent: int | None,
+        adapter: AdapterChoice,
     ) -> int:
         self._runtime.require_sound()
         check_params(params, self._spec)
@@ -175,14 +182,14 @@ class Batcher:
             prompt,
             max_new_tokens=params.max_tokens,
             priority=priority,
-            namespace=self._namespace_of(cache_salt),
+            namespace=self._namespace_of(cache_salt, adapter),
             read_cache=read_cache,
             parent=parent,
         )
         self._runtime.requests[request_id] = make_request(
-            request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed
+            *(request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed, adapter.slot)
         )
-        self._prompts[request_id] = prompt, cache_salt
+        self._prompts[request_id] = prompt, cache_salt, adapter
         if deadline_s is not None:
             heapq.heappush(self._deadlines, (self._clock() + deadline_s, request_id))
         return request_id
@@ -250,6 +257,7 @@ def make_request(
     params: SamplingParams,
     spec: ModelSpec,
     draw_seed: Callable[[], int],
+    adapter_slot: int,
 ) -> Request:
     """A request with its seed drawn, where none was given, and its stop tokens settled."""
     eos = () if params.ignore_eos else spec.eos_token_ids
@@ -260,4 +268,5 @@ def make_request(
         params=params,
         seed=draw_seed() if params.seed is None else params.seed,
         stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+        adapter_slot=adapter_slot,
     )

@@ -51,7 +51,9 @@ class HeldRequests:
         self._request_ids = request_ids
         self._held: dict[int, RequestHandle] = {}
 
-    def prefill(self, prompt: NDArray[np.int32], params: SamplingParams, namespace: bytes) -> PrefillResult:
+    def prefill(
+        self, prompt: NDArray[np.int32], params: SamplingParams, namespace: bytes, adapter_slot: int
+    ) -> PrefillResult:
         """Hold a request of `prompt` [tokens] and compute its first token.
 
         Raises RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is held then.
@@ -60,7 +62,7 @@ class HeldRequests:
         request_id = next(self._request_ids)
         handle = runtime.scheduler.hold(request_id, prompt, max_new_tokens=params.max_tokens, namespace=namespace)
         total = int(runtime.scheduler.running.max_tokens_total[handle.row])
-        request = make_request(request_id, len(prompt), total, params, self._spec, self._draw_seed)
+        request = make_request(request_id, len(prompt), total, params, self._spec, self._draw_seed, adapter_slot)
         runtime.requests[request_id] = request
         runtime.begin(handle.row, request)
         self._held[request_id] = handle
@@ -94,7 +96,7 @@ class HeldRequests:
         self._runtime.scheduler.residency.request_map.row_of(handle)
         self._discard(handle)
 
-    def score(self, prompt: NDArray[np.int32], namespace: bytes) -> NDArray[np.float32]:
+    def score(self, prompt: NDArray[np.int32], namespace: bytes, adapter_slot: int) -> NDArray[np.float32]:
         """Log-probabilities [tokens, vocab] of what follows each token of `prompt` [tokens]; raises what `prefill`
         raises.
         """
@@ -105,7 +107,7 @@ class HeldRequests:
         )
         try:
             parts = []
-            runtime.begin(handle.row)
+            runtime.begin(handle.row, adapter_slot=adapter_slot)
             rows = np.array([handle.row])
             while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
                 with runtime.step():

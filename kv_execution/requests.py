@@ -68,6 +68,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    adapter_slot: int
     cached_tokens: int = 0
     outputs: list[TokenOutput] = field(default_factory=list)
 

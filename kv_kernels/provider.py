@@ -46,11 +46,22 @@ class PoolPair(NamedTuple):
     v: jax.Array
 
 
+class LowRank(NamedTuple):
+    """The adapters of a weight [*stack, out, in]: into [*stack, columns, in], out [*stack, out, columns]."""
+
+    into: Weight
+    out: Weight
+
+
 class Affine(NamedTuple):
-    """A weight [*stack, out, in], and what is added to its products: bias [*stack, out] f32 or None."""
+    """A weight [*stack, out, in], and what is added to its products: bias [*stack, out] f32 or None.
+
+    `adapters` are the step's business: `StepView` adds their products, and a provider is never given any.
+    """
 
     weight: Weight
     bias: jax.Array | None = None
+    adapters: LowRank | None = None
 
 
 class Norm(NamedTuple):

@@ -287,6 +287,7 @@ def _tensor_names(template: str, config: DecoderConfig) -> list[str]:
 
 
 def insert(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Put a leaf into nested dicts at a dotted path."""
     *parents, last = path.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

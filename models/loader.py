@@ -23,8 +23,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
+from kv_kernels.adapters import AdapterCapacity
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh, TensorParallelError
+from models.adapted_model import AdaptedModel
 from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
 from models.config import ModelConfigError, UnsupportedModelError
@@ -35,6 +37,7 @@ from models.families.gguf_model import GgufModel
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
+from models.lora import Adapter, read_adapter
 from models.placement import mesh_for, update_with_content
 from models.safetensors_loader import SafetensorsCheckpoint
 from models.spreading import spread_parameters
@@ -84,6 +87,14 @@ class LoadedModel:
             return self
         params = spread_parameters(self.params, parameter_shapes(self.decoder), mesh)
         return dataclasses.replace(self, params=params, tensor_mesh=mesh)
+
+    def read_adapter(self, directory: str | Path) -> Adapter:
+        """The PEFT LoRA adapter in a directory. Raises what `models.lora.read_adapter` raises."""
+        return read_adapter(directory, self.decoder)
+
+    def with_adapters(self, slots: int, rank: int) -> AdaptedModel:
+        """The model with room for `slots` adapters of at most `rank`; it shares the parameters."""
+        return AdaptedModel(self, AdapterCapacity(slots, rank))
 
     @functools.cached_property
     def _graph(self) -> nnx.GraphDef:
