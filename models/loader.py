@@ -27,8 +27,9 @@ from kv_kernels.adapters import AdapterCapacity
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh, TensorParallelError
 from models.adapted_model import AdaptedModel
-from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
+from models.assembly import ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
+from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
 from models.config_fields import ConfigFields, read_json
 from models.decoder import Decoder, Forward
@@ -39,6 +40,7 @@ from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
 from models.lora import Adapter, read_adapter
 from models.placement import mesh_for, update_with_content
+from models.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from models.safetensors_loader import SafetensorsCheckpoint
 from models.spreading import spread_parameters
 from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
@@ -163,9 +165,10 @@ def _load_directory(
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
     _check_architectures(raw, family)
+    quantization = raw.pop("quantization_config", None)
     config = family.hf_config(ConfigFields(raw, "config.json"))
     decoder = Decoder(config, dtype)
-    checkpoint = SafetensorsCheckpoint(directory)
+    checkpoint = open_checkpoint(directory, quantization)
     if config.tied_embeddings:
         _drop_tied_copy(checkpoint, family)
     mesh = mesh_for(config, tensor_parallel)
@@ -269,12 +272,13 @@ def _check_architectures(raw: dict[str, Any], family: Family) -> None:
         )
 
 
-def _drop_tied_copy(checkpoint: SafetensorsCheckpoint, family: Family) -> None:
+def _drop_tied_copy(checkpoint: SafetensorsCheckpoint | QuantizedCheckpoint, family: Family) -> None:
     """Some writers save the tied output matrix as well; a copy is dropped, a different one is a contradiction."""
     copy, original = family.hf_names["output.weight"], family.hf_names["embedding.weight"]
     if copy not in checkpoint.names or original not in checkpoint.names:
         return
-    if not np.array_equal(checkpoint.read(copy), checkpoint.read(original)):
+    ours, theirs = checkpoint.read(original), checkpoint.read(copy)
+    if not (isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(ours, theirs)):
         raise CheckpointError(
             f"{checkpoint.origin}: {copy} differs from {original} though tie_word_embeddings is true: fix the "
             "configuration"

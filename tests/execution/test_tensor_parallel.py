@@ -11,7 +11,7 @@ from engine_case import GOLDEN, golden_prompts, make_engine
 from jax.sharding import Mesh
 
 from benchmarks.random_llama import write_random_llama
-from kv_execution import EngineConfig, PagedEngine, SamplingParams, engine
+from kv_execution import EngineConfig, PagedEngine, SamplingParams, planning
 from kv_kernels.selection import choose_provider
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
 from models import LoadedModel, load_model
@@ -268,7 +268,7 @@ def test_a_provider_is_asked_about_the_heads_of_one_device(checkpoint, monkeypat
         asked.append(needs)
         return choose_provider(needs, requested)
 
-    monkeypatch.setattr(engine, "choose_provider", choose)
+    monkeypatch.setattr(planning, "choose_provider", choose)
     PagedEngine(load_model(checkpoint(2), tensor_parallel=8), EngineConfig())
     assert [(needs.num_heads, needs.num_kv_heads) for needs in asked] == [(1, 1)]
 
