@@ -25,7 +25,7 @@ class EngineConfig:
         longest_prefix_first: among those that have waited longest, admit the requests that share most first.
         max_waiting: requests that may wait; None for any number.
         provider: kernel provider by name, or `auto`.
-        tensor_parallel: the number of devices that the model must have been loaded over; None for whatever that is.
+        tensor_parallel: the number of devices; a model on one device is copied over so many. None for those it is on.
         max_adapters: low-rank adapters that can be loaded at once; 0 leaves them, and their cost, out.
         max_adapter_rank: the largest rank of one.
         unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy

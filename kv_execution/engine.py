@@ -49,12 +49,14 @@ class PagedEngine:
     ) -> None:
         """Plan for `model`; nothing is allocated yet. `clock` gives the seconds that deadlines are measured in.
 
-        Raises EngineConfigError, LayoutError or ProviderError.
+        Raises EngineConfigError, LayoutError, ProviderError or TensorParallelError.
         """
         if config is not None and not isinstance(config, EngineConfig):
             raise EngineConfigError(f"config is a {type(config).__name__}; give EngineConfig(...)")
-        self.model = model
         self.config = config = config or EngineConfig()
+        if config.tensor_parallel not in (None, 1 if model.tensor_mesh is None else model.tensor_mesh.width):
+            model = model.spread(config.tensor_parallel)
+        self.model = model
         self._planned = plan_for(model, config)
         self._layout, self._buckets = self._planned.layout, self._planned.buckets
         if config.compilation_cache:

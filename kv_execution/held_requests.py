@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.model_spec import ModelSpec
-from kv_control.request_map import RequestHandle
+from kv_control.request_map import RequestHandle, StaleHandleError
 from kv_execution.batcher import make_request
 from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput
 from kv_execution.runtime import PagedRuntime
@@ -90,7 +90,9 @@ class HeldRequests:
         return {self._held[output.request_id]: output for output in self._run(going)}
 
     def release(self, handle: RequestHandle) -> None:
-        """Free a request's row and pages. Raises StaleHandleError where it was released before."""
+        """Free a request's row and pages. Raises StaleHandleError where it was released before, or is no handle."""
+        if not isinstance(handle, RequestHandle):
+            raise StaleHandleError(f"{handle!r} is no handle: give the one that prefill_paged returned")
         self._runtime.scheduler.residency.request_map.row_of(handle)
         self._discard(handle)
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kv_common.layout import KvStorageLayoutV1, layout_for_budget
+from kv_common.layout import MAX_SLOTS, KvStorageLayoutV1, layout_for_budget
 from kv_control.buckets import ShapeBuckets
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.protocols import CausalModel
@@ -22,17 +22,16 @@ class Planned(NamedTuple):
 def plan_for(model: CausalModel, config: EngineConfig) -> Planned:
     """Raises EngineConfigError, LayoutError or ProviderError."""
     spec = model.spec
+    if (config.max_context or spec.max_context) > MAX_SLOTS:
+        raise EngineConfigError(
+            f"{spec.name} says it takes {spec.max_context} tokens, more than int32 can number; set max_context"
+        )
     if config.max_context is not None and config.max_context > spec.max_context:
         raise EngineConfigError(
             f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} was made for; "
             "lower it"
         )
     width = 1 if model.tensor_mesh is None else model.tensor_mesh.width
-    if config.tensor_parallel not in (None, width):
-        raise EngineConfigError(
-            f"tensor_parallel is {config.tensor_parallel}, but the model's parameters are spread over {width} "
-            f"devices; load it with load_model(..., tensor_parallel={config.tensor_parallel})"
-        )
     layout = layout_for_budget(
         pool_bytes=config.kv_pool_bytes,
         num_layers=spec.num_layers,

@@ -27,6 +27,9 @@ class CausalModel(Protocol):
     def tensor_mesh(self) -> TensorMesh | None:
         """The devices that the parameters are spread over; None for one device."""
 
+    def spread(self, tensor_parallel: int) -> "CausalModel":
+        """The same model over so many devices. Raises a JaxkvError where that cannot be."""
+
     @property
     def forward(self) -> Any:
         """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits [rows, vocab] f32, step)`, pure."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.weights import LayerIndex, Weight
+from kv_kernels.weights import LayerIndex, StoredWeight, Weight
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class KernelProvider(Protocol):
         from a stack.
         """
 
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+    def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
 
     def argmax(self, scores: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from kv_kernels.provider import (
     Scoring,
 )
 from kv_kernels.tensor_parallel import KV_HEAD_SHARD, TENSOR_AXES, Split
-from kv_kernels.weights import LayerIndex, Weight
+from kv_kernels.weights import LayerIndex, StoredWeight
 
 
 class Attended(NamedTuple):
@@ -221,7 +221,7 @@ class StepView:
         part = self.linear(x, matrix, layer, norm=norm, out_dtype=jnp.float32)
         return part if width == 1 else lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
 
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+    def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
         return self.provider.embed(token_ids, weight)
 

@@ -28,6 +28,7 @@ from kv_serving.session import (
     PromptOptionError,
     SamplingOptions,
     adapter_of_each,
+    check_can_chat,
     config_for_jobs,
     encode_prompts,
     make_job,
@@ -167,6 +168,7 @@ def chat(
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     compilation_cache: CompilationCache = True,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Talk with a model; /reset begins anew, /exit leaves."""
     from kv_execution import EngineConfig
@@ -180,10 +182,11 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (with it input() edits lines and recalls earlier ones; not every platform has it)
     progress = Console(stderr=True)
-    loaded = open_model(model, dtype, progress)
+    loaded = open_model(model, dtype, progress, tensor_parallel)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
+    check_can_chat(loaded)
     # Shapes compile when a conversation first reaches them: warming up all of the context would keep the user waiting.
     engine = start_engine(loaded, config, progress, warm_up=False)
     print(f"{loaded.spec.name}. {HELP}.", file=sys.stderr)
@@ -198,12 +201,13 @@ def inspect(
     dtype: Dtype = "float32",
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Print what fits in memory: parameters, pages and the tokens they hold, shapes, provider. Allocates no pool."""
     from kv_execution import EngineConfig, PagedEngine
 
     config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page)
-    loaded = open_model(model, dtype, Console(stderr=True))
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
 

@@ -61,8 +61,10 @@ class SamplingOptions:
 
 def open_model(source: str, dtype: str, console: Console, tensor_parallel: int = 1) -> "LoadedModel":
     """Load `source` over `tensor_parallel` devices with a progress bar. Raises what `load_model` raises."""
+    from kv_kernels.selection import current_platform
     from models import load_model
 
+    current_platform()  # refuses a platform that is not there before anything is read
     with load_progress(console) as progress:
         model = load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
     release_unused_memory()
@@ -76,13 +78,20 @@ def tokenizer_of(model: "LoadedModel") -> "Tokenizer":
     return model.tokenizer
 
 
+def check_can_chat(model: "LoadedModel") -> None:
+    """Raises PromptOptionError where the model has no chat template or no tokenizer."""
+    if model.chat_template is None:
+        raise PromptOptionError(f"{model.spec.name} has no chat template: complete raw text with generate --raw")
+    tokenizer_of(model)
+
+
 def encode_chat(model: "LoadedModel", messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation in the model's chat template, up to where its answer begins.
 
     Raises PromptOptionError where the model has no template, ChatTemplateError where it refuses the messages.
     """
-    if model.chat_template is None:
-        raise PromptOptionError(f"{model.spec.name} has no chat template: complete raw text with generate --raw")
+    check_can_chat(model)
+    assert model.chat_template is not None
     return tokenizer_of(model).encode(model.chat_template.render(messages), add_special=False)
 
 
