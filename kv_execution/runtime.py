@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -204,6 +205,23 @@ class PagedRuntime:
             self.state, logprobs = self._programs.score(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         return np.asarray(logprobs)[: plan.table.tokens]
+
+    def empty_sums(self, hidden_size: int) -> jax.Array:
+        """Where `pool` adds up the vectors of all rows: zeros [rows, hidden] f32."""
+        zeros = np.zeros((self.buckets.max_rows, hidden_size), np.float32)
+        return jax.device_put(zeros, jnp.asarray(self.state.sampler.history).sharding)
+
+    def pool(self, plan: StepPlan, weights: NDArray[np.float32], sums: jax.Array) -> jax.Array:
+        """Run a step of held requests: `sums` with the hidden states of its tokens, times `weights` [tokens]."""
+        shape = self._shape_of(plan)
+        self._check(plan)
+        padded = np.zeros(shape.tokens, np.float32)
+        padded[: len(weights)] = weights
+        with reporting_cache_faults():
+            inputs = self._inputs.of(plan, shape)
+            self.state, sums = self._programs.pool(self.params, self.state, inputs, padded, sums)
+        self._poison_freed()
+        return sums
 
     def _run(
         self, plan: StepPlan, shape: StepShape, sampling: GreedyInputs | SamplingInputs
