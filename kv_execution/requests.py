@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kv_execution.constraints import TokenConstraint
 from kv_execution.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "deadline"]
@@ -68,11 +69,19 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    constraint: TokenConstraint | None = None
     cached_tokens: int = 0
     outputs: list[TokenOutput] = field(default_factory=list)
 
+    @property
+    def held_back_stops(self) -> tuple[int, ...]:
+        """Stop tokens that must not come before `min_tokens` tokens are there."""
+        return tuple(self.stop_token_ids) if self.params.min_tokens else ()
+
     def accept(self, token: int, logprob: float | None, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
         """Take the next token and say whether it is the last."""
+        if self.constraint is not None:
+            self.constraint.accept(token)
         reason: FinishReason | None = None
         if token in self.stop_token_ids:
             reason = "stop"
