@@ -24,6 +24,7 @@ from kv_serving.generation_run import run_jobs
 from kv_serving.output_view import OrderedView, choose_view
 from kv_serving.plan_report import plan_lines
 from kv_serving.run_summary import summary_line, summary_object
+from kv_serving.serve_command import serve
 from kv_serving.session import (
     PromptOptionError,
     SamplingOptions,
@@ -192,6 +193,9 @@ def inspect(
     loaded = open_model(model, dtype, Console(stderr=True))
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
+
+
+app.command()(serve)
 
 
 def _read_line() -> str:

@@ -18,6 +18,7 @@ from kv_serving.generation_run import Job
 from kv_serving.memory import release_unused_memory
 from kv_serving.progress import compile_progress, load_progress
 from kv_serving.stop_strings import StopStrings
+from kv_serving.text_assembly import TextAssembly
 
 if TYPE_CHECKING:
     from kv_execution import EngineConfig, PagedEngine, SamplingParams
@@ -114,7 +115,7 @@ def make_job(model: "LoadedModel", token_ids: Sequence[int], params: "SamplingPa
     """One prompt, ready to run. Raises StopStringError for an empty stop string."""
     from models import StreamDecoder
 
-    return Job(token_ids, params, StreamDecoder(tokenizer_of(model)), StopStrings(stops))
+    return Job(token_ids, params, TextAssembly(StreamDecoder(tokenizer_of(model)), StopStrings(stops)))
 
 
 def config_for_jobs(

@@ -32,6 +32,8 @@ PLAN = EnginePlan(SPEC, LAYOUT, 100, SHAPES, "cpu", "reference", "the only one")
 class LetterTokenizer:
     """A token is a code point; token 0 is special."""
 
+    vocab_size = 0x110000
+
     def encode(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
