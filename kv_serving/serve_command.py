@@ -87,6 +87,6 @@ def serve(
     def load() -> Loaded:
         console = Console(stderr=True)
         loaded = open_model(model, dtype, console, tensor_parallel)
-        return Loaded(loaded, start_engine(loaded, config, console, warm_up=warm_up))
+        return Loaded(loaded, start_engine(loaded, config, console, warm_up=warm_up, constrained=True))
 
     run_server(settings, load)

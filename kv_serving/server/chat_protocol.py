@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kv_serving.server.errors import ApiError
+from kv_serving.server.form_fields import NamedTool, ResponseFormat, Tool, ToolChoice
 from kv_serving.server.sampling_fields import RequestModel, SamplingFields
 
 
@@ -79,12 +80,35 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tools_in_use(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def tools_to_call(self) -> list[Tool]:
+        """Those of which one has to be called; empty where none has to."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
+        return self.tools_in_use if self.tool_choice == "required" else []
 
     def check(self) -> None:
         """Raises ApiError for what is well-formed and not to be had."""
         self.check_stream_options()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools_to_call:
+            raise ApiError(400, "tool_choice asks for a tool that is not in tools: add it there", param="tool_choice")
+        form = self.response_format is not None and self.response_format.type != "text"
+        if form and self.tools_to_call:
+            raise ApiError(400, "an answer cannot be a call and of response_format: leave one out", param="tool_choice")
+        if (form or self.tools_to_call) and (self.min_tokens or self.ignore_eos):
+            raise ApiError(400, "an answer with a form ends where it is complete: leave out min_tokens and ignore_eos")
 
 
 def _arguments(text: str) -> Any:

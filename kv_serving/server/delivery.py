@@ -122,13 +122,14 @@ async def _chunks(
     def events_of(piece: Piece) -> bytes:
         opening = None if piece.choice in opened else shape.opening(piece.choice)
         opened.add(piece.choice)
-        return (b"" if opening is None else event(opening)) + event(shape.chunk(piece))
+        return b"".join(event(body) for body in (opening, shape.chunk(piece)) if body is not None)
 
     async with aclosing(rest):  # type: ignore[type-var]
         try:
             yield events_of(first)
             async for piece in rest:
-                yield events_of(piece)
+                if events := events_of(piece):
+                    yield events
             if options.include_usage:
                 yield event(shape.closing(answer.usage))
         except Exception as error:  # the status is out already, so the failure has to be an event

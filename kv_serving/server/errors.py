@@ -59,6 +59,7 @@ def api_error_of(error: Exception) -> ApiError:
     from kv_execution.batcher import PromptError, RequestOptionError
     from kv_execution.sampling_params import SamplingParamsError
     from kv_serving.server.deadline import DeadlineError
+    from kv_serving.server.grammars import GrammarError
     from kv_serving.session import PromptOptionError
     from kv_serving.stop_strings import StopStringError
     from models import ChatTemplateError, TokenizerError
@@ -74,6 +75,7 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, RequestTooLargeError):
         return ApiError(400, str(error), code="context_length_exceeded")
     refusals = (
+        GrammarError,
         SamplingParamsError,
         PromptError,
         RequestOptionError,

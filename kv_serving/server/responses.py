@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kv_serving.server.answer import Piece, Usage
-from kv_serving.server.request_group import ScoredToken
 from kv_serving.server.token_text import TokenTexts
 
 Body = dict[str, Any]
@@ -27,8 +26,8 @@ class Shape(Protocol):
     def opening(self, choice: int) -> Body | None:
         """The first chunk of a choice, where it has one of its own."""
 
-    def chunk(self, piece: Piece) -> Body:
-        """A chunk of a stream."""
+    def chunk(self, piece: Piece) -> Body | None:
+        """A chunk of a stream; None where there is nothing to say yet."""
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> Body:
         """The whole answer; `choices` are in order and complete."""
@@ -41,7 +40,7 @@ class CompletionShape:
     """/v1/completions."""
 
     def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool) -> None:
-        self._head = _head("cmpl", model)
+        self._head = head("cmpl", model)
         self._texts = texts
         self._logprobs = logprobs
         self._lengths: dict[int, int] = {}
@@ -75,62 +74,5 @@ class CompletionShape:
         }
 
 
-class ChatShape:
-    """/v1/chat/completions."""
-
-    def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool) -> None:
-        self._head = _head("chatcmpl", model)
-        self._texts = texts
-        self._logprobs = logprobs
-
-    def opening(self, choice: int) -> Body | None:
-        """The chunk that says whose turn it is."""
-        return self._chunk(choice, {"role": "assistant", "content": ""}, (), None, None)
-
-    def chunk(self, piece: Piece) -> Body:
-        """A chunk of a stream."""
-        delta = {"content": piece.text} if piece.text else {}
-        return self._chunk(piece.choice, delta, piece.tokens, piece.finish_reason, piece.stop_reason)
-
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> Body:
-        """The whole answer."""
-        written = [
-            {
-                "index": piece.choice,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                "logprobs": self._scores(piece.tokens),
-                "finish_reason": piece.finish_reason,
-                "stop_reason": piece.stop_reason,
-            }
-            for piece in choices
-        ]
-        return {**self._head, "object": "chat.completion", "choices": written, "usage": usage.body()}
-
-    def closing(self, usage: Usage) -> Body:
-        """The chunk that has nothing but the usage."""
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage.body()}
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: Body,
-        tokens: Sequence[ScoredToken],
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-    ) -> Body:
-        written: Body = {
-            "index": choice,
-            "delta": delta,
-            "logprobs": self._scores(tokens) if tokens else None,
-            "finish_reason": finish_reason,
-        }
-        if finish_reason is not None:
-            written["stop_reason"] = stop_reason
-        return {**self._head, "object": "chat.completion.chunk", "choices": [written]}
-
-    def _scores(self, tokens: Sequence[ScoredToken]) -> Body | None:
-        return self._texts.chat_logprobs(tokens) if self._logprobs else None
-
-
-def _head(prefix: str, model: str) -> Body:
+def head(prefix: str, model: str) -> Body:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}

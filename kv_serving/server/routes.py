@@ -5,10 +5,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from kv_serving.server.chat_protocol import ChatRequest
+from kv_serving.server.chat_responses import ChatShape
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.context import context_of, tenant_of
 from kv_serving.server.delivery import json_response, respond
-from kv_serving.server.responses import ChatShape, CompletionShape
+from kv_serving.server.responses import CompletionShape
 from kv_serving.server.token_protocol import DetokenizeRequest, TokenizeRequest
 from kv_serving.session import encode_chat
 
@@ -44,7 +45,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     service = context_of(request).service
     answer = await service.chat(body, tenant_of(request))
-    shape = ChatShape(service.name, service.texts, logprobs=bool(body.logprobs))
+    tool_format = service.tool_format if body.tools_in_use else None
+    shape = ChatShape(service.name, service.texts, logprobs=bool(body.logprobs), tool_format=tool_format)
     return await respond(request, body, answer, shape)
 
 

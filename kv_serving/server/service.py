@@ -12,11 +12,14 @@ from kv_serving.server.chat_protocol import ChatRequest
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.errors import ApiError
+from kv_serving.server.form_fields import JsonObjectFormat, JsonSchemaFormat, NamedTool
+from kv_serving.server.grammars import GrammarConstraint, Grammars
 from kv_serving.server.limits import Concurrency, Limits
 from kv_serving.server.request_group import EventChannel, RequestGroup
 from kv_serving.server.sampling_fields import SamplingFields
 from kv_serving.server.server_metrics import ServerMetrics
 from kv_serving.server.token_text import TokenTexts
+from kv_serving.server.tool_formats import format_of_template
 from kv_serving.session import encode_chat, tokenizer_of
 from kv_serving.stop_strings import StopStrings
 from kv_serving.text_assembly import TextAssembly
@@ -60,6 +63,9 @@ class Service:
         self.limits = limits
         self.tokenizer = tokenizer_of(model)
         self.texts = TokenTexts(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, model.spec)
+        self.tool_format = None if model.chat_template is None else format_of_template(model.chat_template.source)
+        self._calls_are_special = self._is_special(self.tool_format.opening if self.tool_format else "")
         self._most_tokens = min(plan.max_context, plan.layout.usable_tokens + 1)
         self._engine = engine
         self._metrics = metrics
@@ -91,9 +97,14 @@ class Service:
         request.check()
         self._check(request, 1)
         messages = [message.for_template() for message in request.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools_in_use] or None
+        if tools and self.tool_format is None:
+            raise ApiError(400, "the chat template of this model knows no tools: leave them out", param="tools")
         long = sum(len(message["content"]) for message in messages) > LONG_TEXT
         token_ids = (
-            await asyncio.to_thread(encode_chat, self.model, messages) if long else encode_chat(self.model, messages)
+            await asyncio.to_thread(encode_chat, self.model, messages, tools)
+            if long
+            else encode_chat(self.model, messages, tools)
         )
         asked = request.max_completion_tokens or request.max_tokens
         if asked is None:
@@ -105,7 +116,24 @@ class Service:
             logprobs=bool(request.logprobs),
             top_logprobs=request.top_logprobs or 0,
         )
-        return self._answer(request, [Prompt(token_ids, params)], tenant)
+        constraints = [await self._constraint(request) for _ in params]
+        return self._answer(
+            request, [Prompt(token_ids, params)], tenant, constraints, raw=bool(tools) and self._calls_are_special
+        )
+
+    async def _constraint(self, request: ChatRequest) -> GrammarConstraint | None:
+        """What holds an answer to the form that is asked for."""
+        if request.tools_to_call and self.tool_format is not None:
+            tools = [tool.function.model_dump(exclude_none=True) for tool in request.tools_to_call]
+            opening = self.tokenizer.token_id(self.tool_format.opening) if self.tool_format.opening else None
+            several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
+            return await self.grammars.lark(self.tool_format.grammar(tools, opening, several=several))
+        form = request.response_format
+        if isinstance(form, JsonObjectFormat):
+            return await self.grammars.json_schema({"type": "object"})
+        if isinstance(form, JsonSchemaFormat):
+            return await self.grammars.json_schema(form.json_schema.schema_ or {})
+        return None
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of `text`. Raises TokenizerError."""
@@ -120,11 +148,25 @@ class Service:
                 404, f"there is no model {asked!r}: ask for {self.name}", param="model", code="model_not_found"
             )
 
+    def _is_special(self, text: str) -> bool:
+        """Whether `text` is a token that decoding leaves out."""
+        token = self.tokenizer.token_id(text) if text else None
+        return token is not None and not self.tokenizer.decode([token])
+
     def _check(self, request: SamplingFields, prompts: int) -> None:
         self.check_model(request.model)
         self.limits.check_choices(prompts * request.choices)
 
-    def _answer(self, request: SamplingFields, prompts: Sequence[Prompt], tenant: str) -> Answer:
+    def _answer(
+        self,
+        request: SamplingFields,
+        prompts: Sequence[Prompt],
+        tenant: str,
+        constraints: Sequence[GrammarConstraint | None] = (),
+        *,
+        raw: bool = False,
+    ) -> Answer:
+        """`raw`: special tokens are part of the text, for whoever reads it for calls."""
         from models import StreamDecoder
 
         channel = EventChannel()
@@ -136,7 +178,11 @@ class Service:
             first = len(assemblies)
             for _ in prompt.params:
                 assemblies.append(
-                    TextAssembly(StreamDecoder(self.tokenizer), StopStrings(request.stops), request.min_tokens or 0)
+                    TextAssembly(
+                        StreamDecoder(self.tokenizer, skip_special=not raw),
+                        StopStrings(request.stops),
+                        request.min_tokens or 0,
+                    )
                 )
             groups.append(
                 RequestGroup(
@@ -149,6 +195,7 @@ class Service:
                     opening=prompt.opening,
                     prompt_logprobs=prompt.prompt_logprobs,
                     generates=prompt.generates,
+                    constraints={index: each for index, each in enumerate(constraints) if each is not None},
                 )
             )
         return Answer(self._engine, self._metrics, channel, groups, assemblies, self.concurrency)

@@ -47,7 +47,7 @@ class LetterTokenizer:
 class Template:
     """Roles and contents, one a line."""
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, str]], *, tools: object = None) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
