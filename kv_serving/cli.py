@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kv_common import JaxkvError, __version__
 from kv_serving import process_options
+from kv_serving.batch_command import batch
 from kv_serving.byte_size import parse_byte_size
 from kv_serving.chat_repl import HELP, ChatRepl
 from kv_serving.generation_run import run_jobs
@@ -196,6 +197,7 @@ def inspect(
 
 
 app.command()(serve)
+app.command()(batch)
 
 
 def _read_line() -> str:

@@ -1,5 +1,6 @@
 """`jaxkv serve`: its options, and what they set up."""
 
+import importlib.util
 from typing import Annotated
 
 import typer
@@ -12,6 +13,13 @@ from kv_serving.session import open_model, start_engine
 
 class MissingExtraError(JaxkvError):
     """The libraries of the server are not installed."""
+
+
+def require_extra() -> None:
+    """Raises MissingExtraError where a library of the extra `serve` is not there."""
+    for library in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+        if importlib.util.find_spec(library) is None:
+            raise MissingExtraError(f"{library} is not installed: pip install 'jaxkv[serve]'")
 
 
 def serve(
@@ -48,15 +56,13 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
-    try:
-        from kv_serving.server.api_keys import ApiKeys
-        from kv_serving.server.limits import Limits
-        from kv_serving.server.logs import log_to_stderr
-        from kv_serving.server.run import Loaded, ServerSettings
-        from kv_serving.server.run import serve as run_server
-    except ImportError as error:
-        raise MissingExtraError(f"{error.name} is not installed: pip install 'jaxkv[serve]'") from error
+    require_extra()
     from kv_execution import EngineConfig
+    from kv_serving.server.api_keys import ApiKeys
+    from kv_serving.server.limits import Limits
+    from kv_serving.server.logs import log_to_stderr
+    from kv_serving.server.run import Loaded, ServerSettings
+    from kv_serving.server.run import serve as run_server
 
     config = EngineConfig(
         kv_pool_bytes=parse_byte_size(kv_pool_bytes),

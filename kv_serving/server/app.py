@@ -12,7 +12,7 @@ from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.context import ServerContext
 from kv_serving.server.delivery import ClientGoneError, json_response
 from kv_serving.server.envelope import CLIENT_GONE, Envelope
-from kv_serving.server.errors import ApiError, api_error_of
+from kv_serving.server.errors import ApiError, api_error_of, malformed
 from kv_serving.server.guard import Guard
 
 
@@ -37,11 +37,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "json_invalid":
-        return _response(ApiError(400, "the body is not JSON: send a JSON object", code="invalid_json"))
-    return _response(ApiError(422, f"{where or 'the body'}: {first['msg']}", param=where or None, code=first["type"]))
+    return _response(malformed(error.errors()))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

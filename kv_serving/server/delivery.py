@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kv_common.errors import JaxkvError
 from kv_serving.server.answer import Answer, Piece
+from kv_serving.server.endpoints import Begun
 from kv_serving.server.errors import api_error_of
 from kv_serving.server.responses import Shape, encode_json
 from kv_serving.server.sampling_fields import SamplingFields, StreamOptions
@@ -32,11 +33,12 @@ def json_response(body: dict[str, object], status: int = 200, headers: dict[str,
     return Response(encode_json(body), status, headers, "application/json")
 
 
-async def respond(request: Request, body: SamplingFields, answer: Answer, shape: Shape) -> Response:
-    """The response that carries `answer`. Raises ApiError, and ClientGoneError where nobody is there to read it."""
+async def respond(request: Request, body: SamplingFields, begun: Begun) -> Response:
+    """The response that carries an answer. Raises ApiError, and ClientGoneError where nobody is there to read it."""
+    answer, shape = begun
     pieces = answer.pieces()
     if not body.streams:
-        choices = await while_there(request.receive, _collect(pieces, answer.num_choices))
+        choices = await while_there(request.receive, collect(pieces, answer.num_choices))
         return json_response(shape.whole(choices, answer.usage))
     # Until the first piece is there it may still turn out that there will be none.
     try:
@@ -93,8 +95,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _collect(pieces: AsyncIterator[Piece], choices: int) -> list[Piece]:
-    """Each choice in one piece, in order."""
+async def collect(pieces: AsyncIterator[Piece], choices: int) -> list[Piece]:
+    """Each choice in one piece, in order. Raises ApiError."""
     texts: list[list[Piece]] = [[] for _ in range(choices)]
     async with aclosing(pieces):  # type: ignore[type-var]
         async for piece in pieces:

@@ -4,6 +4,7 @@ Contract: every failure leaves the server as one of these. What a client can get
 got wrong says no more than that, and the details go to the log.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kv_common.errors import JaxkvError
@@ -45,6 +46,15 @@ def _kind(status: int) -> str:
 def unavailable(reason: str, retry_after_s: int) -> ApiError:
     """The server does not take requests now."""
     return ApiError(503, reason, code="unavailable", retry_after_s=retry_after_s)
+
+
+def malformed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """A body that is not of the form it should have, by what pydantic says of it."""
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON: send a JSON object", code="invalid_json")
+    return ApiError(422, f"{where or 'the body'}: {first['msg']}", param=where or None, code=first["type"])
 
 
 def too_many(message: str) -> ApiError:

@@ -5,11 +5,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from kv_serving.server.chat_protocol import ChatRequest
-from kv_serving.server.chat_responses import ChatShape
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.context import context_of, tenant_of
 from kv_serving.server.delivery import json_response, respond
-from kv_serving.server.responses import CompletionShape
+from kv_serving.server.endpoints import begin_chat, begin_completion
 from kv_serving.server.token_protocol import DetokenizeRequest, TokenizeRequest
 from kv_serving.session import encode_chat
 
@@ -34,20 +33,15 @@ router = APIRouter(responses=ERRORS)
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Go on from a text, or from token ids."""
-    service = context_of(request).service
-    answer = await service.complete(body, tenant_of(request))
-    shape = CompletionShape(service.name, service.texts, logprobs=body.logprobs is not None)
-    return await respond(request, body, answer, shape)
+    begun = await begin_completion(context_of(request).service, body, tenant_of(request))
+    return await respond(request, body, begun)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    service = context_of(request).service
-    answer = await service.chat(body, tenant_of(request))
-    tool_format = service.tool_format if body.tools_in_use else None
-    shape = ChatShape(service.name, service.texts, logprobs=bool(body.logprobs), tool_format=tool_format)
-    return await respond(request, body, answer, shape)
+    begun = await begin_chat(context_of(request).service, body, tenant_of(request))
+    return await respond(request, body, begun)
 
 
 @router.get("/v1/models")
