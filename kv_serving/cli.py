@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from kv_common import JaxkvError, __version__
-from kv_serving import process_options
+from kv_serving import process_options, quantize_command
 from kv_serving.byte_size import parse_byte_size
 from kv_serving.chat_repl import HELP, ChatRepl
 from kv_serving.generation_run import run_jobs
@@ -192,6 +192,9 @@ def inspect(
     loaded = open_model(model, dtype, Console(stderr=True))
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
+
+
+app.command()(quantize_command.quantize)
 
 
 def _read_line() -> str:

@@ -37,7 +37,7 @@ def open_checkpoint(directory: Path, quantization: Any) -> SafetensorsCheckpoint
 
 
 class QuantizedCheckpoint:
-    """The tensors of a directory (see `models.assembly.Checkpoint`), those that make up a matrix as its `weight`.
+    """The tensors of a directory (see `models.checkpoint.Checkpoint`), those that make up a matrix as its `weight`.
 
     Raises:
         CheckpointError: no matrix is stored in the format, or a tensor is neither part of one nor of a float type.

@@ -27,7 +27,7 @@ FLOAT8_TYPE = "F8_E4M3"
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a model directory (see `models.assembly.Checkpoint`).
+    """The tensors of a model directory (see `models.checkpoint.Checkpoint`).
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a truncated or malformed file, a tensor of a type that is
