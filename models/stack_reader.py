@@ -21,6 +21,9 @@ from models.placement import Index
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_NUMBERS = 1 << 22
+"""Numbers of a dense tensor that are read at once."""
+
 _ALIGNMENT = 64
 """Bytes to which XLA aligns what it computes with on a CPU."""
 
@@ -81,6 +84,7 @@ class StackReader:
         for number, name in enumerate(self.names):
             tensor = self._read(name, part) if number else first
             jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
+            self.checkpoint.release()
         # Their axes are never cut.
         return jax.tree.map(lambda whole: whole.reshape(*self.stack, *whole.shape[1:]), stack)
 
@@ -89,10 +93,15 @@ class StackReader:
         whole = _empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
         targets = whole.reshape(len(self.names), *whole.shape[len(self.stack) :])
         for target, name in zip(targets, self.names, strict=True):
-            tensor = self._read(name, index[len(self.stack) :])
-            values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
-            with np.errstate(over="ignore"):  # reported below, by name
-                target[...] = values
+            rows, *rest = index[len(self.stack) :]
+            step = max(1, _CHUNK_NUMBERS // math.prod(target.shape[1:]))
+            for first in range(0, len(target), step):
+                some = slice(rows.start + first, min(rows.start + first + step, rows.stop))
+                tensor = self._read(name, (some, *rest))
+                values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
+                with np.errstate(over="ignore"):  # reported below, by name
+                    target[first : first + step] = values
+                self.checkpoint.release()
             if dtype == "float16" and np.isinf(target).any():
                 raise CheckpointError(
                     f"{self.checkpoint.origin}: {name} has values beyond float16's 65504: load it as bfloat16 or "
