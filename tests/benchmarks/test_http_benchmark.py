@@ -12,7 +12,18 @@ from tiny_model import write_tiny_model
 
 def test_the_server_gives_the_engines_answers(tmp_path, capsys):
     model = str(write_tiny_model(tmp_path))
-    small = ["--clients", "2", "--requests", "4", "--prompt-tokens", "8", "--output-tokens", "6", "--max-step-tokens", "8"]
+    small = [
+        "--clients",
+        "2",
+        "--requests",
+        "4",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "6",
+        "--max-step-tokens",
+        "8",
+    ]
     assert run_http_benchmark.main([model, "--json", "--passes", "2", *small]) == 0
     figures = {line["name"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
     assert figures["http.ratio.output_throughput"]["unit"] == "ratio"
