@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kv_serving.server.deadline import DeadlineError
+from kv_serving.server.endings import DeadlineError
 from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.errors import api_error_of
 from kv_serving.server.limits import Concurrency
@@ -132,7 +132,8 @@ class Answer:
         if output.token is None and choice.assembly.num_tokens == 0:
             raise api_error_of(DeadlineError("the request ran out of time before its first token"))
         choice.accept(output)
-        self._cached_tokens[id(choice.group)] = max(self._cached_tokens[id(choice.group)], output.cached_tokens)
+        if event.choice == min(choice.group.choices):  # the others share its prompt
+            self._cached_tokens[id(choice.group)] = output.cached_tokens
         if output.token is not None:
             self._completion_tokens += 1
             self._metrics.token(choice.group, choice.last_token_s, event.time_s)

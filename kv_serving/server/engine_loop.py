@@ -10,7 +10,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from kv_common.errors import JaxkvError
 from kv_control.page_allocator import OutOfPagesError
 from kv_execution.runtime import InterruptedStepError
-from kv_serving.server.deadline import DeadlineError
+from kv_serving.server.endings import DeadlineError, EngineStoppedError
 from kv_serving.server.engine_snapshot import EngineSnapshot, snapshot_of
 from kv_serving.server.prompt_scorer import PromptScorer
 from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, PromptScores, RequestGroup
@@ -38,10 +37,6 @@ class EngineState(StrEnum):
     FAILED = "failed"
 
 
-class EngineStoppedError(JaxkvError):
-    """The engine's thread has ended."""
-
-
 class EngineLoop:
     """Owns the engine and its thread. `on_state(state)` is called on `loop` whenever `state` changes."""
 
@@ -53,9 +48,10 @@ class EngineLoop:
         """The engine's counts after its last step."""
         self.plan: EnginePlan
         """What the engine allocated; there from READY on."""
-        self._loop = loop
+        self.loop = loop
         self._on_state = on_state
-        self._commands: deque[Callable[[], None]] = deque()
+        self._submitted: list[RequestGroup] = []
+        self._aborted: list[tuple[RequestGroup, int | None]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -74,11 +70,18 @@ class EngineLoop:
     def submit(self, group: RequestGroup) -> None:
         """Queue a group; what is wrong with it comes as a Failure."""
         group.submitted_s = time.monotonic()
-        self._command(lambda: self._begin(group))
+        with self._wake:
+            if self.state is EngineState.READY:
+                self._submitted.append(group)
+                self._wake.notify()
+                return
+        group.channel.put(Failure(EngineStoppedError("the engine does not run; send the request again")))
 
     def abort(self, group: RequestGroup, choice: int | None = None) -> None:
         """End a choice, or all of the group, whose events nobody wants any more."""
-        self._command(lambda: self._abort(group, choice))
+        with self._wake:
+            self._aborted.append((group, choice))
+            self._wake.notify()
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """End the thread after the step it is in; groups that are left fail."""
@@ -88,11 +91,6 @@ class EngineLoop:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
     def _run(self, load: Callable[[], "PagedEngine"]) -> None:
         try:
             self._engine = load()
@@ -101,27 +99,26 @@ class EngineLoop:
             self._enter(EngineState.READY)
             while self._work():
                 pass
+            self._end(EngineState.STOPPED, "the server has stopped; send the request again")
         except BaseException as error:  # whatever ends the thread has to be told, or every client would wait for ever
             logger.exception("the engine's thread has ended")
             self.error = error
-            self._fail_all("the engine has failed; start the server again")
-            self._enter(EngineState.FAILED)
-            return
-        self._fail_all("the server has stopped; send the request again")
-        self._enter(EngineState.STOPPED)
+            self._end(EngineState.FAILED, "the engine has failed; start the server again")
 
     def _work(self) -> bool:
         """Do what was asked and one step; False when it is time to stop."""
         with self._wake:
-            while not (self._commands or self._stopping or self._batcher.has_unfinished or self._scorer.busy):
+            while not (self._submitted or self._aborted or self._stopping or self._has_work):
                 self._wake.wait()
             if self._stopping:
                 return False
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            command()
-        if self._scorer.busy:
+            submitted, self._submitted = self._submitted, []
+            aborted, self._aborted = self._aborted, []
+        for group in submitted:
+            self._begin(group)
+        for group, choice in aborted:  # after all that was submitted, so that what is aborted is known
+            self._abort(group, choice)
+        if self._scorer.waiting:
             self._score()
         if self._batcher.has_unfinished:
             self._step()
@@ -129,11 +126,15 @@ class EngineLoop:
         self._deliver()
         return True
 
+    @property
+    def _has_work(self) -> bool:
+        return self._batcher.has_unfinished or self._scorer.waiting > 0
+
     def _step(self) -> None:
         try:
             outputs = self._batcher.step()
         except OutOfPagesError as error:
-            if not self._scorer.busy:  # which would give its pages back
+            if not self._scorer.waiting:  # which would give its pages back
                 self._recover(error)
             return
         except Exception as error:  # a fault in one step must not end the others' answers
@@ -249,13 +250,16 @@ class EngineLoop:
             self._abort(group)
             self._deliveries.append((group.channel, Failure(error)))
 
-    def _fail_all(self, reason: str) -> None:
-        while self._scorer.busy:
-            group = self._scorer.current
-            self._scorer.remove(group)
+    def _end(self, state: EngineState, reason: str) -> None:
+        """Nothing is taken any more, and whoever waits is told."""
+        with self._wake:
+            self.state = state
+        scored = [self._scorer.pop() for _ in range(self._scorer.waiting)]
+        groups = {id(group): group for group, _ in self._choices.values()}
+        for group in [*groups.values(), *scored, *self._submitted]:
             self._deliveries.append((group.channel, Failure(EngineStoppedError(reason))))
-        self._fail(list(self._choices.values()), EngineStoppedError(reason))
         self._deliver()
+        self._enter(state)
 
     def _note_started(self, now_s: float) -> None:
         if self._unstarted:
@@ -280,8 +284,8 @@ class EngineLoop:
         self._call(lambda: self._on_state(state))
 
     def _call(self, function: Callable[[], object]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function)
 
 
 def _put_all(deliveries: Sequence[tuple[EventChannel, Event]]) -> None:

@@ -68,7 +68,7 @@ def api_error_of(error: Exception) -> ApiError:
     from kv_control.scheduler import QueueFullError, RequestTooLargeError
     from kv_execution.batcher import PromptError, RequestOptionError
     from kv_execution.sampling_params import SamplingParamsError
-    from kv_serving.server.deadline import DeadlineError
+    from kv_serving.server.endings import DeadlineError, EngineStoppedError
     from kv_serving.server.grammars import GrammarError
     from kv_serving.session import PromptOptionError
     from kv_serving.stop_strings import StopStringError
@@ -79,8 +79,8 @@ def api_error_of(error: Exception) -> ApiError:
     if isinstance(error, QueueFullError):
         return too_many(str(error))
     if isinstance(error, DeadlineError):
-        return ApiError(504, str(error), code="deadline_exceeded")
-    if isinstance(error, OutOfPagesError):
+        return ApiError(408, str(error), code="deadline_exceeded")
+    if isinstance(error, (OutOfPagesError, EngineStoppedError)):
         return unavailable(str(error), 1)
     if isinstance(error, RequestTooLargeError):
         return ApiError(400, str(error), code="context_length_exceeded")

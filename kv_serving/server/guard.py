@@ -38,7 +38,7 @@ class Guard:
             return
         scope["jaxkv.tenant"] = tenant or ""
         if self._declared(headers) > self._max_body_bytes:
-            await json_response(self._too_large().body(), 413, {"connection": "close"})(scope, receive, send)
+            await json_response(self._too_large().body(), 413)(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 

@@ -6,8 +6,22 @@ from kv_common import __version__
 from kv_serving.server.context import Readiness, context_of
 from kv_serving.server.delivery import json_response
 from kv_serving.server.server_metrics import CONTENT_TYPE
+from kv_serving.server.status_page import CONTENT_SECURITY, page, status_of
 
 router = APIRouter()
+
+
+@router.get("/", include_in_schema=False)
+async def status_page() -> Response:
+    """The status page."""
+    headers = {"content-security-policy": CONTENT_SECURITY, "x-content-type-options": "nosniff"}
+    return Response(page(), headers=headers, media_type="text/html; charset=utf-8")
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """The numbers of the status page."""
+    return json_response(status_of(context_of(request)))
 
 
 @router.get("/health", responses={503: {"description": "The engine has failed."}})

@@ -33,9 +33,9 @@ class PromptScorer:
         self._tokens: list[ScoredToken] = []
 
     @property
-    def busy(self) -> bool:
-        """Whether any prompt waits."""
-        return bool(self._waiting)
+    def waiting(self) -> int:
+        """Prompts that have no scores yet."""
+        return len(self._waiting)
 
     @property
     def current(self) -> RequestGroup:
@@ -45,6 +45,12 @@ class PromptScorer:
     def add(self, group: RequestGroup) -> None:
         """Queue a group's prompt."""
         self._waiting.append(group)
+
+    def pop(self) -> RequestGroup:
+        """Forget the first group."""
+        group = self.current
+        self.remove(group)
+        return group
 
     def remove(self, group: RequestGroup) -> None:
         """Forget a group, wherever it is."""

@@ -18,12 +18,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request cannot be answered as it is.",
         401: "No API key, or a wrong one.",
         404: "No such model.",
+        408: "The deadline passed before the first token.",
         413: "The body is too large.",
         422: "A field is missing, unknown, or of the wrong type.",
         429: "Too many requests; see Retry-After.",
         500: "The server failed on this request.",
         503: "The model is being loaded, or the server is going down; see Retry-After.",
-        504: "The deadline passed before the first token.",
     }.items()
 }
 

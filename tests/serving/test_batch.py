@@ -17,7 +17,7 @@ from kv_serving import cli
 from kv_serving.server.batch import BatchReport, run_batch
 from kv_serving.server.batch_file import BatchFileError, ResultFile
 from kv_serving.server.run import Loaded
-from models import LoadedModel, load_model
+from models import load_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -43,21 +43,22 @@ def read(path: Path) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    model = load_model(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+    return Loaded(model, PagedEngine(model, ENGINE))
 
 
-def run(model: LoadedModel, source: Path, target: Path) -> BatchReport:
-    engine = PagedEngine(model, ENGINE)
+def run(loaded: Loaded, source: Path, target: Path) -> BatchReport:
+    engine = loaded.engine
     engine.init_paged_runtime()
     seen: list[tuple[int, int]] = []
-    report = run_batch(source, target, lambda: Loaded(model, engine), "tiny", lambda *counts: seen.append(counts))
+    report = run_batch(source, target, lambda: loaded, "tiny", lambda *counts: seen.append(counts))
     assert seen == [(done, report.requests) for done in range(report.already_done, report.requests + 1)]
     assert report.already_done == report.requests or engine.stats().pages_in_use == 0
     return report
 
 
-def test_every_request_has_one_result_with_its_own_status(model: LoadedModel, tmp_path: Path) -> None:
+def test_every_request_has_one_result_with_its_own_status(loaded: Loaded, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3}
     lines = [
         *(request(index) for index in range(12)),
@@ -66,13 +67,12 @@ def test_every_request_has_one_result_with_its_own_status(model: LoadedModel, tm
         request(14, stream=True),
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
     ]
-    assert run(model, write(tmp_path / "in", lines), tmp_path / "out") == (16, 0, 3)
+    assert run(loaded, write(tmp_path / "in", lines), tmp_path / "out") == (16, 0, 3)
     results = read(tmp_path / "out")
     status = {name: line["response"]["status_code"] for name, line in results.items()}
     assert status == {**{f"r{index}": 200 for index in range(12)}, "r12": 422, "r13": 400, "r14": 400, "chat": 200}
     assert results["chat"]["response"]["body"]["object"] == "chat.completion"
-    engine = PagedEngine(model, ENGINE)
-    engine.init_paged_runtime()
+    model, engine = loaded
     for index in range(3):
         params = SamplingParams(max_tokens=4, temperature=1.0, seed=index, ignore_eos=True)
         (expected,) = engine.generate([[5, 6, 7 + index]], params)
@@ -80,15 +80,15 @@ def test_every_request_has_one_result_with_its_own_status(model: LoadedModel, tm
         assert results[f"r{index}"]["response"]["body"]["choices"][0]["text"] == text
 
 
-def test_results_that_are_there_are_kept_and_a_torn_line_is_asked_again(model: LoadedModel, tmp_path: Path) -> None:
+def test_results_that_are_there_are_kept_and_a_torn_line_is_asked_again(loaded: Loaded, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [request(index) for index in range(6)])
-    run(model, source, tmp_path / "out")
+    run(loaded, source, tmp_path / "out")
     lines = (tmp_path / "out").read_bytes().splitlines(keepends=True)
     (tmp_path / "out").write_bytes(b"".join(lines[:3]) + lines[3][:20])
-    assert run(model, source, tmp_path / "out") == (6, 3, 0)
+    assert run(loaded, source, tmp_path / "out") == (6, 3, 0)
     assert (tmp_path / "out").read_bytes().startswith(b"".join(lines[:3]))
     assert set(read(tmp_path / "out")) == {f"r{index}" for index in range(6)}
-    assert run(model, source, tmp_path / "out") == (6, 6, 0)
+    assert run(loaded, source, tmp_path / "out") == (6, 6, 0)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,8 @@ def test_a_batch_that_is_killed_goes_on_with_nothing_lost_or_repeated(tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     for _ in range(3):
         child = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-        had = (tmp_path / "out").stat().st_size if (tmp_path / "out").exists() else 0
-        while child.poll() is None and (
-            not (tmp_path / "out").exists() or (tmp_path / "out").stat().st_size < had + 9000
-        ):
+        had = size_of(tmp_path / "out")
+        while child.poll() is None and size_of(tmp_path / "out") < had + 9000:
             time.sleep(0.01)
         child.send_signal(signal.SIGKILL)
         child.wait()

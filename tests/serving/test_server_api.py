@@ -94,7 +94,7 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(case: Case) -> None:
 
 def test_cached_tokens_are_counted_and_never_shared_across_salts(case: Case) -> None:
     def cached(salt: str) -> int:
-        answer = case.post("/v1/completions", prompt=list(range(10, 80)), max_tokens=2, cache_salt=salt)
+        answer = case.post("/v1/completions", prompt=list(range(10, 80)), max_tokens=2, cache_salt=salt, n=2)
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert cached("a") == 0
@@ -229,3 +229,16 @@ def test_no_stop_token_comes_before_min_tokens(case: Case) -> None:
     held = case.post("/v1/completions", min_tokens=6, logprobs=0, logit_bias={str(greedy[2]): 90}, **asked)
     assert held["usage"]["completion_tokens"] == 7  # the bias makes it the seventh, where it may come
     assert held["choices"][0]["stop_reason"] == greedy[2]
+
+
+def test_the_status_page_needs_nothing_from_elsewhere_and_shows_what_status_tells(case: Case) -> None:
+    response = case.http.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert "http://" not in response.text
+    assert "https://" not in response.text
+    status = case.http.get("/status").json()
+    assert status["readiness"] == "ready"
+    assert status["pages_in_use"] == status["running"] == 0
+    for name in status:
+        assert name == "version" or name in response.text

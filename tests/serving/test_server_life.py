@@ -4,6 +4,8 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -49,7 +51,7 @@ def test_a_client_that_goes_away_frees_its_pages(case: Case, monkeypatch: pytest
     case.settle()
 
 
-@pytest.mark.parametrize("where", ["dispatch", "collect"])
+@pytest.mark.parametrize("where", ["forward", "choose", "collect"])
 def test_a_step_that_raises_fails_what_it_touched_and_the_server_goes_on(
     case: Case, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -70,6 +72,26 @@ def test_a_step_that_raises_fails_what_it_touched_and_the_server_goes_on(
     case.settle()
     assert case.post("/v1/completions", **LONG)["choices"][0]["text"] == expected
     assert case.http.get("/health").status_code == 200
+
+
+def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
+    original, raised = PagedRuntime.choose, []
+
+    def fail_once(self: PagedRuntime, *arguments: object) -> object:
+        if not raised and self.scheduler.num_waiting == 2:
+            raised.append(1)
+            raise RuntimeError("injected")
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedRuntime, "choose", fail_once)
+    with ThreadPoolExecutor(3) as clients:  # of two rows each, where there are four
+        ask = partial(case.http.post, "/v1/completions", json={**LONG, "n": 2})
+        answers = [each.result() for each in [clients.submit(ask) for _ in range(3)]]
+    assert sorted(answer.status_code for answer in answers) == [200, 500, 500]
+    (waited,) = [answer.json() for answer in answers if answer.status_code == 200]
+    assert [choice["text"] for choice in waited["choices"]] == [expected, expected]
+    case.settle()
 
 
 def test_a_failure_in_mid_stream_is_an_event(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +142,7 @@ def test_too_many_at_once_are_told_when_to_come_back(case: Case) -> None:
 
 
 def test_a_deadline_ends_an_answer_with_what_it_has_or_says_that_it_has_nothing(case: Case) -> None:
-    case.post("/v1/completions", 504, deadline_s=1e-9, **LONG)
+    case.post("/v1/completions", 408, deadline_s=1e-9, **LONG)
     case.settle()
 
 
@@ -182,3 +204,21 @@ def test_only_a_known_key_is_let_in_and_keys_share_no_cache(tmp_path: Path) -> N
         with contextlib.suppress(httpx.TransportError):  # the server does not read to the end
             assert case.http.get("/version", headers=flood).status_code == 400
         assert case.http.get("/version").status_code == 200
+
+
+def test_an_engine_that_cannot_go_on_fails_whoever_waits_and_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    with running_server(tmp_path) as case:
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(PagedRuntime, "collect", fail)
+        monkeypatch.setattr(case.engine, "init_paged_runtime", fail)
+        with ThreadPoolExecutor(2) as clients:
+            ask = partial(case.http.post, "/v1/completions", json=LONG)
+            answers = [each.result() for each in [clients.submit(ask) for _ in range(2)]]
+        assert {answer.status_code for answer in answers} <= {500, 503}
+        wait_for(lambda: case.server.context.readiness == "failed")
