@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.model_spec import ModelSpec
 from kv_control.page_allocator import OutOfPagesError
+from kv_control.step_plan import StepPlan
 from kv_execution.adapters import AdapterChoice, Adapters
-from kv_execution.requests import Request, TokenOutput
+from kv_execution.constraints import TokenConstraint
+from kv_execution.requests import TokenOutput, make_request
 from kv_execution.runtime import DispatchedStep, PagedRuntime
-from kv_execution.sampling_params import SamplingParams, SamplingParamsError
+from kv_execution.sampling_params import MAX_LOGIT_BIAS, SamplingParams, SamplingParamsError
 
 MAX_PRIORITY = 1_000_000
 
@@ -95,12 +97,14 @@ class Batcher:
         cache_salt: str = "",
         read_cache: bool = True,
         adapter: str | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> int:
         """Queue a request and return its id.
 
         A higher `priority` goes first and may push out running requests of a lower one. After `deadline_s` seconds the
         request ends with what it has. Requests share cached pages only under the same `cache_salt`; with
-        `read_cache=False` it computes everything itself. `adapter` is the name of a loaded one.
+        `read_cache=False` it computes everything itself. `adapter` is the name of a loaded one. A `constraint` rules
+        out tokens, and is this request's alone.
 
         Raises PromptError, SamplingParamsError for ids outside the vocabulary, AdapterNameError, RequestTooLargeError,
         QueueFullError; nothing is queued then.
@@ -108,7 +112,7 @@ class Batcher:
         prompt = checked_prompt(token_ids, self._spec.vocab_size)
         choice = self._adapters.choice(adapter)
         params = params or SamplingParams()
-        return self._queue(prompt, params, priority, deadline_s, cache_salt, read_cache, None, choice)
+        return self._queue(prompt, params, priority, deadline_s, cache_salt, read_cache, None, choice, constraint)
 
     def fork(
         self,
@@ -117,6 +121,7 @@ class Batcher:
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> int:
         """Queue another sample of an unfinished request's prompt, which shares the pages of the prompt; returns its id.
 
@@ -125,7 +130,8 @@ class Batcher:
         if request_id not in self._prompts:
             raise RequestEndedError(f"request {request_id} has ended or never was; submit its prompt again")
         prompt, salt, choice = self._prompts[request_id]
-        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, salt, True, request_id, choice)
+        params = params or SamplingParams()
+        return self._queue(prompt, params, priority, deadline_s, salt, True, request_id, choice, constraint)
 
     def step(self) -> list[TokenOutput]:
         """Start the next step and return the tokens of the one before it, which may be none.
@@ -151,6 +157,10 @@ class Batcher:
         self._end(request_id)
         return True
 
+    def is_waiting(self, request_id: int) -> bool:
+        """Whether a request is in the queue, so that no step has touched it since it was put there."""
+        return request_id in self._prompts and self._runtime.scheduler.residency.handle_of(request_id) is None
+
     def preempt(self, request_id: int) -> bool:
         """Take a running request's pages away; it keeps its tokens, returns to the queue, and continues where it was.
 
@@ -172,6 +182,7 @@ class Batcher:
         read_cache: bool,
         parent: int | None,
         adapter: AdapterChoice,
+        constraint: TokenConstraint | None,
     ) -> int:
         self._runtime.require_sound()
         check_params(params, self._spec)
@@ -187,7 +198,14 @@ class Batcher:
             parent=parent,
         )
         self._runtime.requests[request_id] = make_request(
-            *(request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed, adapter.slot)
+            request_id,
+            len(prompt),
+            queued.max_tokens_total,
+            params,
+            self._spec,
+            self._draw_seed,
+            adapter.slot,
+            constraint,
         )
         self._prompts[request_id] = prompt, cache_salt, adapter
         if deadline_s is not None:
@@ -198,12 +216,23 @@ class Batcher:
         with self._runtime.step():
             previous = self._in_flight
             plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
+            if plan is not None and previous is not None and self._runtime.awaits_tokens(plan):
+                return self._advance_constrained(previous, plan)
             self._in_flight = None if plan is None else self._runtime.dispatch(plan)
             if previous is not None:
                 return self._collect(previous)
             if plan is None and self._prompts:
                 raise OutOfPagesError(1, self._runtime.scheduler.residency.obtainable_pages)
             return []
+
+    def _advance_constrained(self, previous: DispatchedStep, plan: StepPlan) -> list[TokenOutput]:
+        """What may come next depends on the tokens of `previous`; the network of `plan` runs while they are awaited."""
+        logits = self._runtime.forward(plan)
+        self._in_flight = None
+        outputs = self._collect(previous)
+        if self._prompts:
+            self._in_flight = self._runtime.choose(plan, logits)
+        return outputs
 
     def _collect(self, step: DispatchedStep) -> list[TokenOutput]:
         outputs = self._runtime.collect(step)
@@ -248,6 +277,11 @@ def check_params(params: SamplingParams, spec: ModelSpec) -> None:
         raise SamplingParamsError(f"params is a {type(params).__name__}; give SamplingParams(...)")
     check_generates(spec)
     params.check_vocabulary(spec.vocab_size)
+    entries = len(params.logit_bias) + len(params.stop_token_ids) + len(spec.eos_token_ids)
+    if params.min_tokens and entries > MAX_LOGIT_BIAS:
+        raise SamplingParamsError(
+            f"logit_bias and stop tokens have {entries} entries: with min_tokens give at most {MAX_LOGIT_BIAS} together"
+        )
 
 
 def _check_options(priority: int, deadline_s: float | None, cache_salt: str) -> None:
@@ -260,25 +294,3 @@ def _check_options(priority: int, deadline_s: float | None, cache_salt: str) -> 
         raise RequestOptionError(f"deadline_s is {deadline_s!r}; give seconds from now, 0 or more, or None")
     if not isinstance(cache_salt, str):
         raise RequestOptionError(f"cache_salt is a {type(cache_salt).__name__}; give a string")
-
-
-def make_request(
-    request_id: int,
-    prompt_len: int,
-    max_tokens_total: int,
-    params: SamplingParams,
-    spec: ModelSpec,
-    draw_seed: Callable[[], int],
-    adapter_slot: int,
-) -> Request:
-    """A request with its seed drawn, where none was given, and its stop tokens settled."""
-    eos = () if params.ignore_eos else spec.eos_token_ids
-    return Request(
-        request_id=request_id,
-        prompt_len=prompt_len,
-        max_tokens_total=max_tokens_total,
-        params=params,
-        seed=draw_seed() if params.seed is None else params.seed,
-        stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
-        adapter_slot=adapter_slot,
-    )

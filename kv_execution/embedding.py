@@ -8,6 +8,8 @@ added up in the order of its tokens; neighbours and chunks change it by rounding
 import itertools
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -80,7 +82,8 @@ class Embedder:
     def _pool(self, rows: NDArray[np.int64], pooling: str) -> NDArray[np.float32]:
         """Run the held `rows` [n] to the end of their prompts: the vectors of all rows of the engine."""
         running = self._runtime.scheduler.running
-        sums = self._runtime.empty_sums(self._spec.hidden_size)
+        zeros = np.zeros((self._runtime.buckets.max_rows, self._spec.hidden_size), np.float32)
+        sums = jax.device_put(zeros, jnp.asarray(self._runtime.state.sampler.history).sharding)
         while (going := rows[running.kv_len[rows] < running.prompt_len[rows]]).size:
             with self._runtime.step():
                 plan = self._runtime.scheduler.schedule_held(going)

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,14 @@ from kv_execution.bulk import generate_all
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.embedding import Embedder, check_classifies, normalized
-from kv_execution.engine_values import EnginePlan, EngineStats, engine_stats, namespace_of
+from kv_execution.engine_values import EnginePlan, EngineStats, allocation_line, engine_stats, namespace_of
 from kv_execution.held_requests import HeldRequests, PrefillResult
 from kv_execution.needed_shapes import shapes_needed
 from kv_execution.planning import plan_for
 from kv_execution.processes import agreed_clock, seed_source
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import GenerationResult, TokenOutput
-from kv_execution.runtime import PagedRuntime
+from kv_execution.runtime import PagedRuntime, samplers_for
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 
@@ -107,6 +107,7 @@ class PagedEngine:
             self._programs,
             self._new_scheduler(),
             self._buckets,
+            self.model.spec.vocab_size,
             mesh=self.model.tensor_mesh,
             has_adapters=config.max_adapters > 0,
             debug=config.debug,
@@ -122,15 +123,7 @@ class PagedEngine:
             draw_seed=self._draw_seed,
         )
         self._held = HeldRequests(self._runtime, self.model.spec, self._request_ids, draw_seed=self._draw_seed)
-        logger.info(
-            "paged runtime: %d pages of %d tokens (%d tokens, %.1f MiB of %s), %s kernels",
-            layout.usable_pages,
-            layout.tokens_per_page,
-            layout.usable_tokens,
-            layout.total_pool_bytes / 2**20,
-            layout.dtype,
-            self._planned.chosen.provider.name,
-        )
+        logger.info(allocation_line(layout, self._planned.chosen.provider.name))
         return self.describe()
 
     def warmup_paged(
@@ -139,13 +132,14 @@ class PagedEngine:
         *,
         shapes: Sequence[StepShape] | None = None,
         params: Sequence[SamplingParams] | None = None,
+        constrained: bool = False,
     ) -> tuple[StepShape, ...]:
         """Compile `shapes`, or every shape that a step can have, and return them; `progress(done, shape)` is called
-        before each. `params` are all that will be used; without them, any may be.
+        before each. `params` are all that will be used; without them, any may be. `constrained`: and constraints too.
         """
         shapes = self._buckets.reachable() if shapes is None else tuple(shapes)
         plain = (True, False) if params is None else {each.is_plain for each in params}
-        self._require_runtime().warm_up(shapes, progress, plain=plain)
+        self._require_runtime().warm_up(shapes, progress, samplers=samplers_for(plain, constrained))
         return shapes
 
     def shapes_needed(
@@ -244,10 +238,16 @@ class PagedEngine:
         self, token_ids: Sequence[int] | NDArray[np.integer], *, adapter: str | None = None
     ) -> NDArray[np.float32]:
         """Log-probabilities [tokens, vocab] of what follows each token. Raises what `prefill_paged` raises."""
+        return np.concatenate(list(self.score_steps(token_ids, adapter=adapter)))
+
+    def score_steps(
+        self, token_ids: Sequence[int] | NDArray[np.integer], *, cache_salt: str = "", adapter: str | None = None
+    ) -> Iterator[NDArray[np.float32]]:
+        """`score` step by step, in parts [tokens of the step, vocab]; other requests may go on between two of them."""
         held, choice = self._require_held(), self.adapters.choice(adapter)
         check_generates(self.model.spec)
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        return held.score(prompt, self._namespace_of("", choice), choice.slot)
+        return held.score(prompt, self._namespace_of(cache_salt, choice), choice.slot)
 
     def stats(self) -> EngineStats:
         """Counts of the running engine."""

@@ -77,3 +77,12 @@ def namespace_of(model: CausalModel, layout: KvStorageLayoutV1, *, prefix_cache:
         layout=layout.page_geometry,
         kv_head_shards=layout.kv_head_shards,
     )
+
+
+def allocation_line(layout: KvStorageLayoutV1, provider: str) -> str:
+    """What an engine has allocated, for people."""
+    return (
+        f"paged runtime: {layout.usable_pages} pages of {layout.tokens_per_page} tokens "
+        f"({layout.usable_tokens} tokens, {layout.total_pool_bytes / 2**20:.1f} MiB of {layout.dtype}), "
+        f"{provider} kernels"
+    )

@@ -6,7 +6,7 @@ are never preempted.
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from kv_common.model_spec import ModelSpec
 from kv_control.request_map import RequestHandle, StaleHandleError
-from kv_execution.batcher import make_request
-from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput
+from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput, make_request
 from kv_execution.runtime import PagedRuntime
 from kv_execution.sampling_params import SamplingParams
 
@@ -96,9 +95,9 @@ class HeldRequests:
         self._runtime.scheduler.residency.request_map.row_of(handle)
         self._discard(handle)
 
-    def score(self, prompt: NDArray[np.int32], namespace: bytes, adapter_slot: int) -> NDArray[np.float32]:
-        """Log-probabilities [tokens, vocab] of what follows each token of `prompt` [tokens]; raises what `prefill`
-        raises.
+    def score(self, prompt: NDArray[np.int32], namespace: bytes, adapter_slot: int) -> Iterator[NDArray[np.float32]]:
+        """Log-probabilities of what follows each token of `prompt` [tokens], step by step in parts [tokens, vocab];
+        raises what `prefill` raises.
         """
         runtime = self._runtime
         # Every token has to be computed for its logits, so nothing is taken from the cache.
@@ -106,13 +105,12 @@ class HeldRequests:
             next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False
         )
         try:
-            parts = []
             runtime.begin(handle.row, adapter_slot=adapter_slot)
             rows = np.array([handle.row])
             while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
                 with runtime.step():
-                    parts.append(runtime.score(runtime.scheduler.schedule_held(rows)))
-            return np.concatenate(parts)
+                    part = runtime.score(runtime.scheduler.schedule_held(rows))
+                yield part
         finally:
             if not runtime.interrupted:
                 runtime.scheduler.finish(handle.request_id)

@@ -1,9 +1,11 @@
-"""What a caller gets back from a request: token by token, or whole."""
+"""A request as it runs, and what its caller gets back: token by token, or whole."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kv_common.model_spec import ModelSpec
+from kv_execution.constraints import TokenConstraint
 from kv_execution.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "deadline"]
@@ -69,11 +71,19 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]
     adapter_slot: int
+    constraint: TokenConstraint | None = None
     cached_tokens: int = 0
     outputs: list[TokenOutput] = field(default_factory=list)
 
+    @property
+    def held_back_stops(self) -> tuple[int, ...]:
+        """Stop tokens that must not come before `min_tokens` tokens are there."""
+        return tuple(self.stop_token_ids) if self.params.min_tokens else ()
+
     def accept(self, token: int, logprob: float | None, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
         """Take the next token and say whether it is the last."""
+        if self.constraint is not None:
+            self.constraint.accept(token)
         reason: FinishReason | None = None
         if token in self.stop_token_ids:
             reason = "stop"
@@ -88,3 +98,27 @@ class Request:
         output = TokenOutput(self.request_id, None, None, (), "deadline", self.cached_tokens)
         self.outputs.append(output)
         return output
+
+
+def make_request(
+    request_id: int,
+    prompt_len: int,
+    max_tokens_total: int,
+    params: SamplingParams,
+    spec: ModelSpec,
+    draw_seed: Callable[[], int],
+    adapter_slot: int,
+    constraint: TokenConstraint | None = None,
+) -> Request:
+    """A request with its seed drawn, where none was given, and its stop tokens settled."""
+    eos = () if params.ignore_eos else spec.eos_token_ids
+    return Request(
+        request_id=request_id,
+        prompt_len=prompt_len,
+        max_tokens_total=max_tokens_total,
+        params=params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+        adapter_slot=adapter_slot,
+        constraint=constraint,
+    )

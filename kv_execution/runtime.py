@@ -6,11 +6,10 @@ on this one. The state is donated and rebound in one statement.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +23,7 @@ from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.processes import PeerLostError
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
 from kv_execution.sampler_state import empty_sampler_state, set_request
-from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs
+from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, StepSampling
 from kv_execution.sampling_table import SamplingTable
 from kv_execution.step import DeviceState, GreedyResult, SampleResult, StepPrograms
 from kv_execution.step_inputs import StepInputs
@@ -60,6 +59,12 @@ class RuntimeCounters:
         self.shapes: set[StepShape] = set()
 
 
+def samplers_for(plain: Collection[bool], constrained: bool) -> tuple[type[StepSampling], ...]:
+    """The kinds of inputs of steps that are `plain` (see SamplingParams), that are not, or both."""
+    kinds: list[type[StepSampling]] = [GreedyInputs if each else SamplingInputs for each in plain]
+    return (*kinds, ConstrainedInputs) if constrained else tuple(kinds)
+
+
 class PagedRuntime:
     """Owns the device state, the scheduler, and the requests that have not finished."""
 
@@ -70,6 +75,7 @@ class PagedRuntime:
         programs: StepPrograms,
         scheduler: Scheduler,
         buckets: ShapeBuckets,
+        vocab_size: int,
         *,
         mesh: TensorMesh | None,
         has_adapters: bool,
@@ -85,12 +91,12 @@ class PagedRuntime:
         self._debug = debug
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
-        self._table = SamplingTable(buckets.max_rows)
+        self._table = SamplingTable(buckets.max_rows, vocab_size)
         self._adapter_slots = np.full(buckets.max_rows, NO_ADAPTER, np.int32)
         self._inputs = StepInputs(
             provider, self.layout, buckets.max_rows, self._adapter_slots if has_adapters else None
         )
-        self._ran: set[tuple[StepShape, type]] = set()
+        self._ran: set[tuple[object, ...]] = set()
         with reporting_cache_faults():
             self.state = DeviceState(
                 pools=allocate_pools(self.layout, mesh),
@@ -98,7 +104,7 @@ class PagedRuntime:
                     buckets.max_rows, buckets.max_context, None if mesh is None else mesh.replicated
                 ),
             )
-            self._set_request(self.buckets.max_rows, np.zeros(0, np.int32), {})  # a row past the last changes nothing
+            self._set_request(self.buckets.max_rows, np.zeros(0, np.int32), ())  # a row past the last changes nothing
 
     @property
     def interrupted(self) -> bool:
@@ -142,11 +148,9 @@ class PagedRuntime:
         shapes: Iterable[StepShape],
         progress: Callable[[int, StepShape], None] | None = None,
         *,
-        plain: Collection[bool] = (True, False),
+        samplers: Collection[type[StepSampling]] = (GreedyInputs, SamplingInputs),
     ) -> None:
-        """Compile the step of every shape, and run nothing; with the sampler of steps that are `plain` (see
-        SamplingParams), of those that are not, or both.
-        """
+        """Compile the step of every shape, and run nothing; with the samplers that take these kinds of inputs."""
         for done, shape in enumerate(shapes):
             if progress is not None:
                 progress(done, shape)
@@ -154,8 +158,8 @@ class PagedRuntime:
                 forward = self._programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
                 forward.compile()
                 logits = forward.out_info.logits
-                for each in plain:
-                    sampling = self._table.padding(shape.rows, plain=each)
+                for kind in samplers:
+                    sampling = self._table.padding(shape.rows, kind)
                     self._sampler(sampling).lower(logits, self.state.sampler, sampling).compile()
         if self._debug:
             self._poison(np.zeros(1, np.int32))
@@ -166,23 +170,40 @@ class PagedRuntime:
         """
         running = self.scheduler.running
         self._adapter_slots[row] = adapter_slot if request is None else request.adapter_slot
-        bias: Mapping[int, float] = {}
+        bias: list[tuple[int, float]] = []
         if request is not None:
             request.cached_tokens = int(running.cached_tokens[row])
-            bias = request.params.logit_bias
+            # Stops come last, so that a step of a row that holds none back counts only what is before them.
+            bias = [*request.params.logit_bias.items(), *((token, -np.inf) for token in request.held_back_stops)]
             self._table.assign(row, request)
         self._set_request(row, running.known_tokens(row, 0, int(running.num_known[row])), bias)
 
     def dispatch(self, plan: StepPlan) -> DispatchedStep:
         """Start a step on the device; returns at once where the backend runs asynchronously."""
+        return self.choose(plan, self.forward(plan))
+
+    def awaits_tokens(self, plan: StepPlan) -> bool:
+        """Whether the choices of `plan` depend on tokens that the host has to know first."""
+        return self._table.constrains(plan.rows[plan.samples])
+
+    def forward(self, plan: StepPlan) -> jax.Array:
+        """Start the network of a step, for `choose` to go on from: logits [rows, vocab] f32 on the device."""
         for row in plan.admitted:
             self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
         shape = self._shape_of(plan)
         self._check(plan)
-        sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, shape.rows)
-        chosen = self._run(plan, shape, sampling)
+        with self._reporting_first(shape, None):
+            self.state, logits = self._programs.forward(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         self._count(plan, shape)
+        return logits
+
+    def choose(self, plan: StepPlan, logits: jax.Array) -> DispatchedStep:
+        """Start the sampler of a step whose network was started."""
+        sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, logits.shape[0])
+        with self._reporting_first(logits.shape[0], type(sampling)):
+            chosen: GreedyResult | SampleResult = self._sampler(sampling)(logits, self.state.sampler, sampling)
+        self.state = self.state._replace(sampler=chosen.state)
         return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
 
     def collect(self, step: DispatchedStep) -> list[TokenOutput]:
@@ -206,11 +227,6 @@ class PagedRuntime:
         self._poison_freed()
         return np.asarray(logprobs)[: plan.table.tokens]
 
-    def empty_sums(self, hidden_size: int) -> jax.Array:
-        """Where `pool` adds up the vectors of all rows: zeros [rows, hidden] f32."""
-        zeros = np.zeros((self.buckets.max_rows, hidden_size), np.float32)
-        return jax.device_put(zeros, jnp.asarray(self.state.sampler.history).sharding)
-
     def pool(self, plan: StepPlan, weights: NDArray[np.float32], sums: jax.Array) -> jax.Array:
         """Run a step of held requests: `sums` with the hidden states of its tokens, times `weights` [tokens]."""
         shape = self._shape_of(plan)
@@ -223,19 +239,15 @@ class PagedRuntime:
         self._poison_freed()
         return sums
 
-    def _run(
-        self, plan: StepPlan, shape: StepShape, sampling: GreedyInputs | SamplingInputs
-    ) -> GreedyResult | SampleResult:
-        """Start both programs of a step, the second by what `sampling` asks for."""
-        with reporting_cache_faults() if (shape, type(sampling)) not in self._ran else contextlib.nullcontext():
-            inputs = self._inputs.of(plan, shape)
-            self.state, logits = self._programs.forward(self.params, self.state, inputs)
-            chosen: GreedyResult | SampleResult = self._sampler(sampling)(logits, self.state.sampler, sampling)
-            self.state = self.state._replace(sampler=chosen.state)
-        self._ran.add((shape, type(sampling)))
-        return chosen
+    def _reporting_first(self, *program: object) -> contextlib.AbstractContextManager[None]:
+        """Around a call of `program`, which may compile it where it is the first."""
+        first = program not in self._ran
+        self._ran.add(program)
+        return reporting_cache_faults() if first else contextlib.nullcontext()
 
-    def _sampler(self, sampling: GreedyInputs | SamplingInputs) -> jax.stages.Wrapped:
+    def _sampler(self, sampling: StepSampling) -> jax.stages.Wrapped:
+        if isinstance(sampling, ConstrainedInputs):
+            return self._programs.constrained
         return self._programs.greedy if isinstance(sampling, GreedyInputs) else self._programs.sample
 
     def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
@@ -269,8 +281,8 @@ class PagedRuntime:
             freed = np.flatnonzero(allocator.dirty & (allocator.reference_count == 0))
             self._poison(freed.astype(np.int32))
 
-    def _set_request(self, row: int, token_ids: NDArray[np.int32], logit_bias: Mapping[int, float]) -> None:
-        self.state = self.state._replace(sampler=set_request(self.state.sampler, row, token_ids, logit_bias))
+    def _set_request(self, row: int, token_ids: NDArray[np.int32], bias: Sequence[tuple[int, float]]) -> None:
+        self.state = self.state._replace(sampler=set_request(self.state.sampler, row, token_ids, bias))
 
     def _poison(self, pages: NDArray[np.int32]) -> None:
         self.state = self.state._replace(pools=poison_pages(self.state.pools, pages, self.layout))

@@ -4,7 +4,7 @@ Sampling leaves each token here, and the next step reads it from here, so that n
 on its way from one step to the next.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,18 +44,18 @@ def empty_sampler_state(
 
 
 def set_request(
-    state: SamplerState, row: int, token_ids: np.ndarray[Any, np.dtype[Any]], logit_bias: Mapping[int, float]
+    state: SamplerState, row: int, token_ids: np.ndarray[Any, np.dtype[Any]], bias: Sequence[tuple[int, float]]
 ) -> SamplerState:
-    """Give `row` to a request of `token_ids` [tokens], with a bias of at most MAX_LOGIT_BIAS entries.
+    """Give `row` to a request of `token_ids` [tokens], with a `bias` of at most MAX_LOGIT_BIAS (token id, bias).
 
     A row outside the state changes nothing. Donates `state`; compiles once.
     """
     history = np.zeros((1, state.history.shape[1]), np.int32)
     history[0, : len(token_ids)] = token_ids
     bias_ids = np.zeros((1, MAX_LOGIT_BIAS), np.int32)
-    bias_ids[0, : len(logit_bias)] = list(logit_bias.keys())
+    bias_ids[0, : len(bias)] = [token for token, _ in bias]
     bias_values = np.zeros((1, MAX_LOGIT_BIAS), np.float32)
-    bias_values[0, : len(logit_bias)] = list(logit_bias.values())
+    bias_values[0, : len(bias)] = [value for _, value in bias]
     return _set_rows(state, np.array([row], np.int32), SamplerState(history, bias_ids, bias_values))
 
 

@@ -58,6 +58,20 @@ class SamplingInputs(NamedTuple):
     top_logprobs: Column  # i32
 
 
+class ConstrainedInputs(NamedTuple):
+    """A step of which some rows may take certain tokens only; the rest, and padding, may take all.
+
+    `allowed` [rows, ceil(vocab / 32)] u32: token t is bit t % 32 of word t // 32.
+    """
+
+    sampling: SamplingInputs
+    allowed: Column
+
+
+StepSampling = GreedyInputs | SamplingInputs | ConstrainedInputs
+"""What a step asks of the sampler, of which each kind has a program of its own."""
+
+
 class Sampled(NamedTuple):
     """One token per row. Log-probabilities mean something in rows that ask for them, entries past a row's
     `top_logprobs` are id -1 and log-probability -inf.
@@ -69,12 +83,24 @@ class Sampled(NamedTuple):
     top_logprobs: Column  # f32 [rows, MAX_TOP_LOGPROBS]
 
 
+def sample_allowed(logits: jax.Array, inputs: ConstrainedInputs, state: SamplerState) -> Sampled:
+    """`sample`, of the allowed tokens; log-probabilities are still those of all."""
+    bits = jnp.arange(32, dtype=jnp.uint32)
+    allowed = ((jnp.asarray(inputs.allowed)[:, :, None] >> bits) & 1).reshape(logits.shape[0], -1)
+    return _sample(logits, jnp.where(allowed[:, : logits.shape[1]] > 0, logits, -jnp.inf), inputs.sampling, state)
+
+
 def sample(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sampled:
     """Choose the next token of every row, given the model's own logits [rows, vocab] f32.
 
     A random row takes the argmax of processed logits plus Gumbel noise, whose key is fold_in(key(seed), position).
     """
-    processed = process_logits(logits, inputs, state)
+    return _sample(logits, logits, inputs, state)
+
+
+def _sample(logits: jax.Array, eligible: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sampled:
+    """`eligible` are the logits that a token is chosen from, `logits` those of its log-probability."""
+    processed = process_logits(eligible, inputs, state)
     random = _is_random(inputs)
     token = lax.cond(
         jnp.any(random),

@@ -29,6 +29,7 @@ _INTEGER_RANGES = {
     "max_tokens": (1, _INT32_MAX),
     "top_k": (0, _INT32_MAX),
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "min_tokens": (0, _INT32_MAX),
 }
 _REAL_RANGES = {
     "temperature": (0.0, 100.0),
@@ -68,6 +69,7 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids.
         seed: the tokens depend on it and their positions only; any signed 64-bit integer, None for a fresh one.
         stop_token_ids: each ends the generation, beside the model's own end-of-sequence tokens.
+        min_tokens: no stop token, the model's own included, is chosen before so many tokens are there.
         ignore_eos: generate on past the model's own end-of-sequence tokens.
         logprobs: return the natural-log probability of every generated token.
         top_logprobs: and of so many most likely tokens; more than 0 implies `logprobs`.
@@ -87,6 +89,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
@@ -121,6 +124,7 @@ class SamplingParams:
             and self.repetition_penalty == 1
             and self.presence_penalty == self.frequency_penalty == 0
             and not self.logit_bias
+            and not self.min_tokens
             and not self.logprobs
         )
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
-from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, sample
+from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, sample, sample_allowed
 from kv_kernels.adapters import AdapterCapacity, column_mask
 from kv_kernels.argmax import argmax, below_infinity
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
@@ -99,14 +99,16 @@ class GreedyResult(NamedTuple):
 
 class StepPrograms(NamedTuple):
     """The jitted functions of (params, DeviceState, ForwardInputs) to ForwardResult, and of (logits, SamplerState,
-    SamplingInputs or GreedyInputs) to SampleResult or GreedyResult; `pool` of (params, DeviceState, ForwardInputs,
-    weights [tokens] f32, sums [rows of the engine, hidden] f32) to PoolResult. States and sums are donated.
+    SamplingInputs, ConstrainedInputs or GreedyInputs) to SampleResult or GreedyResult; `pool` of (params, DeviceState,
+    ForwardInputs, weights [tokens] f32, sums [rows of the engine, hidden] f32) to PoolResult. States and sums are
+    donated.
     """
 
     forward: jax.stages.Wrapped
     score: jax.stages.Wrapped
     pool: jax.stages.Wrapped
     sample: jax.stages.Wrapped
+    constrained: jax.stages.Wrapped
     greedy: jax.stages.Wrapped
 
 
@@ -141,6 +143,7 @@ def build_step_programs(
             num_pages=layout.num_pages,
             unroll=unroll_layers,
             tensor_width=1 if mesh is None else mesh.width,
+            expert_shards=1 if mesh is None else mesh.expert_shards,
             adapter_mask=None if adapters is None else column_mask(inputs.adapter_slots, adapters),
         )
 
@@ -201,6 +204,11 @@ def build_step_programs(
         # Rows that do not sample in this step carry a history row outside the table, which drops the write.
         return SampleResult(record_tokens(state, inputs.history_row, inputs.position, sampled.token), sampled)
 
+    def constrained_rows(logits: jax.Array, state: SamplerState, inputs: ConstrainedInputs) -> SampleResult:
+        on_trace()
+        sampled, own = sample_allowed(logits, inputs, state), inputs.sampling
+        return SampleResult(record_tokens(state, own.history_row, own.position, sampled.token), sampled)
+
     def greedy_rows(logits: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
         # What `sample` chooses where nothing is asked. A kernel cannot be called on arrays of a mesh from out here.
@@ -212,6 +220,7 @@ def build_step_programs(
         score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
         pool=jax.jit(pool, donate_argnums=(1, 4), out_shardings=pool_shardings),
         sample=jax.jit(sample_rows, donate_argnums=1, out_shardings=sample_shardings),
+        constrained=jax.jit(constrained_rows, donate_argnums=1, out_shardings=sample_shardings),
         greedy=jax.jit(greedy_rows, donate_argnums=1, out_shardings=sample_shardings),
     )
 

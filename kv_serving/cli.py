@@ -17,13 +17,15 @@ import typer
 from rich.console import Console
 
 from kv_common import JaxkvError, __version__
-from kv_serving import process_options
+from kv_serving import process_options, quantize_command
+from kv_serving.batch_command import batch
 from kv_serving.byte_size import parse_byte_size
 from kv_serving.chat_repl import HELP, ChatRepl
 from kv_serving.generation_run import run_jobs
 from kv_serving.output_view import OrderedView, choose_view
 from kv_serving.plan_report import plan_lines
 from kv_serving.run_summary import summary_line, summary_object
+from kv_serving.serve_command import serve
 from kv_serving.session import (
     PromptOptionError,
     SamplingOptions,
@@ -240,6 +242,11 @@ def inspect(
     loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
+
+
+app.command()(serve)
+app.command()(batch)
+app.command()(quantize_command.quantize)
 
 
 def _read_line() -> str:

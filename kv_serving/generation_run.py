@@ -6,22 +6,14 @@ neither rate borrows work from the other. A request whose text meets a stop stri
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kv_serving.stop_strings import StopStrings
+from kv_serving.text_assembly import TextAssembly
 
 if TYPE_CHECKING:
     from kv_execution import Batcher, SamplingParams
-
-
-class TokenDecoder(Protocol):
-    """Turns token ids into text as they come, holding back characters that are not complete."""
-
-    def feed(self, ids: Iterable[int]) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class TextSink(Protocol):
@@ -38,8 +30,7 @@ class Job:
 
     token_ids: Sequence[int]
     params: "SamplingParams"
-    decoder: TokenDecoder
-    stops: StopStrings
+    assembly: TextAssembly
     adapter: str | None = None
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -53,11 +44,8 @@ class Job:
     def accept(self, token: int, finish_reason: str | None) -> str:
         """Take one generated token; returns the text that it completes and sets `finish_reason` when it is the last."""
         self.tokens.append(token)
-        piece = self.stops.push(self.decoder.feed((token,)))
-        if finish_reason is not None and not self.stops.found:
-            piece += self.stops.push(self.decoder.finish())
-            piece += self.stops.finish()
-        self.finish_reason = "stop" if self.stops.found else finish_reason
+        piece = self.assembly.accept(token, finish_reason)
+        self.finish_reason = self.assembly.finish_reason
         self.pieces.append(piece)
         return piece
 

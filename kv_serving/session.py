@@ -7,7 +7,7 @@ option answer at once. Everything a user can get wrong raises a JaxkvError.
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from kv_serving.generation_run import Job
 from kv_serving.memory import release_unused_memory
 from kv_serving.progress import compile_progress, load_progress
 from kv_serving.stop_strings import StopStrings
+from kv_serving.text_assembly import TextAssembly
 
 if TYPE_CHECKING:
     from kv_execution import EngineConfig, PagedEngine, SamplingParams
@@ -85,14 +86,17 @@ def check_can_chat(model: "LoadedModel") -> None:
     tokenizer_of(model)
 
 
-def encode_chat(model: "LoadedModel", messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation in the model's chat template, up to where its answer begins.
+def encode_chat(
+    model: "LoadedModel", messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Token ids of a conversation in the model's chat template, up to where its answer begins; `tools` are those that
+    the answer may call.
 
     Raises PromptOptionError where the model has no template, ChatTemplateError where it refuses the messages.
     """
     check_can_chat(model)
     assert model.chat_template is not None
-    return tokenizer_of(model).encode(model.chat_template.render(messages), add_special=False)
+    return tokenizer_of(model).encode(model.chat_template.render(messages, tools=tools), add_special=False)
 
 
 def encode_prompts(
@@ -129,7 +133,7 @@ def make_job(
     """One prompt, ready to run. Raises StopStringError for an empty stop string."""
     from models import StreamDecoder
 
-    return Job(token_ids, params, StreamDecoder(tokenizer_of(model)), StopStrings(stops), adapter)
+    return Job(token_ids, params, TextAssembly(StreamDecoder(tokenizer_of(model)), StopStrings(stops)), adapter)
 
 
 def adapter_of_each(prompts: Sequence[str], adapters: Sequence[str]) -> Sequence[str | None]:
@@ -185,9 +189,10 @@ def start_engine(
     *,
     warm_up: bool,
     jobs: Sequence[Job] | None = None,
+    constrained: bool = False,
 ) -> "PagedEngine":
     """An engine with its pools allocated and, with `warm_up`, every reachable shape compiled behind a progress bar, or
-    what `jobs` alone will reach.
+    what `jobs` alone will reach; `constrained`: for answers with a form, too.
 
     Raises EngineConfigError, LayoutError or ProviderError; for jobs what `Batcher.submit` raises.
     """
@@ -201,7 +206,7 @@ def start_engine(
         params = None if jobs is None else [job.params for job in jobs]
         shapes = plan.shapes if params is None else engine.shapes_needed([job.token_ids for job in jobs or ()], params)
         with compile_progress(console, len(shapes)) as progress:
-            engine.warmup_paged(progress, shapes=shapes, params=params)
+            engine.warmup_paged(progress, shapes=shapes, params=params, constrained=constrained)
     release_unused_memory()
     # What there is by now stays, so it need not be looked through for garbage ever again.
     gc.freeze()

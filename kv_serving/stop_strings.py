@@ -22,17 +22,18 @@ class StopStrings:
             raise StopStringError("a stop string is empty: give at least one character, or leave it out")
         self._stops = tuple(stops)
         self._held = ""
-        self.found = False
+        self.found: str | None = None
+        """The stop string that ended the stream."""
 
     def push(self, piece: str) -> str:
         """The text that is now certain to be shown; "" once a stop string was found."""
-        if self.found:
+        if self.found is not None:
             return ""
         text, self._held = self._held + piece, ""
-        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
-            self.found = True
-            return text[: min(matches)[1]]
+            _, start, self.found = min(matches)
+            return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

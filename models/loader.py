@@ -198,7 +198,7 @@ def _load_directory(
 
 def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None) -> LoadedModel:
     checkpoint = GgufCheckpoint(path)
-    metadata = checkpoint.metadata
+    metadata = checkpoint.file.metadata
     architecture = ConfigFields(metadata, path.name).take("general.architecture", str)
     form = gguf_format_of(architecture, path.name)
     prefix = f"{architecture}."

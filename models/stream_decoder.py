@@ -27,7 +27,8 @@ class StreamDecoder:
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that became certain with these token ids; empty while a character is incomplete."""
-        self._window.extend(ids)
+        # A model may have more rows of embeddings than its tokenizer has tokens; those mean nothing.
+        self._window.extend(token for token in ids if token < self._tokenizer.vocab_size)
         piece = self._pending()
         if not piece or piece.endswith(_INCOMPLETE) or not self._tokenizer.completes_text(self._window[-1]):
             return ""

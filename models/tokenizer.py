@@ -97,6 +97,10 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(text)
         return bytes([int(byte[1], 16)]) if byte else text.replace("\u2581", " ").encode()
 
+    def to_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it to a file."""
+        return self._backend.to_str()
+
     def token_text(self, token: int | None) -> str:
         """The token as the vocabulary spells it; empty for None."""
         return "" if token is None else self._backend.id_to_token(token) or ""

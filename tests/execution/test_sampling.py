@@ -436,7 +436,7 @@ def test_history_ids_outside_the_vocabulary_change_nothing() -> None:
 
 
 def test_a_bias_is_added_to_the_tokens_of_its_own_request() -> None:
-    state = set_request(empty_sampler_state(REQUESTS, MAX_CONTEXT), 1, NO_TOKENS, {4: 100.0, 0: -100.0})
+    state = set_request(empty_sampler_state(REQUESTS, MAX_CONTEXT), 1, NO_TOKENS, [(4, 100.0), (0, -100.0)])
     logits = random_logits(4, VOCAB_SIZE)
     inputs = make_inputs(4, bias_count=[0, 2, 1, 2], history_row=[0, 1, 1, 2])
     expected = logits.copy()
@@ -447,11 +447,11 @@ def test_a_bias_is_added_to_the_tokens_of_its_own_request() -> None:
 
 
 def test_setting_a_bias_replaces_the_old_one_in_place_and_compiles_once() -> None:
-    state = set_request(empty_sampler_state(REQUESTS, MAX_CONTEXT), 4, NO_TOKENS, {1: 1.0, 2: 2.0, 3: 3.0})
+    state = set_request(empty_sampler_state(REQUESTS, MAX_CONTEXT), 4, NO_TOKENS, [(1, 1.0), (2, 2.0), (3, 3.0)])
     pointers = [array.unsafe_buffer_pointer() for array in state]
     with CountTraces() as traces:
-        state = set_request(state, 4, NO_TOKENS, {2: -1.0})
-        state = set_request(state, 0, NO_TOKENS, dict.fromkeys(range(MAX_LOGIT_BIAS), 0.5))
+        state = set_request(state, 4, NO_TOKENS, [(2, -1.0)])
+        state = set_request(state, 0, NO_TOKENS, [(token, 0.5) for token in range(MAX_LOGIT_BIAS)])
     assert traces.number == 0
     assert [array.unsafe_buffer_pointer() for array in state] == pointers
     processed = jit_process(np.zeros((1, 4), np.float32), make_inputs(bias_count=1, history_row=4), state)
@@ -459,7 +459,7 @@ def test_setting_a_bias_replaces_the_old_one_in_place_and_compiles_once() -> Non
 
 
 def test_bias_and_penalties_come_before_temperature_and_filters() -> None:
-    state = set_request(state_with_history([2]), 0, np.array([2], np.int32), {1: 1.0})
+    state = set_request(state_with_history([2]), 0, np.array([2], np.int32), [(1, 1.0)])
     logits = np.array([[0.0, 0.5, 4.0, 1.0]], np.float32)
     inputs = make_inputs(temperature=0.5, top_k=2, repetition_penalty=4.0, bias_count=1, position=1)
     # Penalized and biased: [0, 1.5, 1, 1]; the second place is shared.
@@ -483,7 +483,7 @@ def test_a_greedy_row_takes_the_most_likely_token_after_penalties_whatever_the_f
 @pytest.mark.parametrize("vocab_size", [3, VOCAB_SIZE])
 def test_log_probabilities_are_of_the_raw_distribution(vocab_size) -> None:
     logits = random_logits(4, vocab_size)
-    state = set_request(state_with_history([0, 1], [1, 2]), 1, np.array([1, 2], np.int32), {0: 50.0})
+    state = set_request(state_with_history([0, 1], [1, 2]), 1, np.array([1, 2], np.int32), [(0, 50.0)])
     asked = [2, 20, 1, 0]
     inputs = make_inputs(
         4, temperature=[0, 1, 2, 0], top_k=2, bias_count=[0, 1, 0, 0], position=2, history_row=1, top_logprobs=asked

@@ -33,6 +33,8 @@ PLAN = EnginePlan(SPEC, LAYOUT, 100, SHAPES, "cpu", "reference", "the only one")
 class LetterTokenizer:
     """A token is a code point; token 0 is special."""
 
+    vocab_size = 0x110000
+
     def encode(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
@@ -46,7 +48,7 @@ class LetterTokenizer:
 class Template:
     """Roles and contents, one a line."""
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, str]], *, tools: object = None) -> str:
         return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 

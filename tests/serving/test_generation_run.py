@@ -7,6 +7,7 @@ from kv_execution import SamplingParams
 from kv_serving.generation_run import Job, run_jobs
 from kv_serving.session import make_job
 from kv_serving.stop_strings import StopStrings
+from kv_serving.text_assembly import TextAssembly
 from models import StreamDecoder
 
 
@@ -67,7 +68,7 @@ def test_a_character_cut_by_the_end_is_flushed_through_the_stop_strings() -> Non
         def finish(self) -> str:
             return "late END tail"
 
-    jobs = [Job([1], SamplingParams(max_tokens=2), Late(LetterTokenizer()), StopStrings(["END"]))]
+    jobs = [Job([1], SamplingParams(max_tokens=2), TextAssembly(Late(LetterTokenizer()), StopStrings(["END"])))]
     run_jobs(FakeBatcher(["abc"]), jobs, Recorder())
     assert jobs[0].text == "late "
     assert jobs[0].finish_reason == "stop"

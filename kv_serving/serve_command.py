@@ -1,0 +1,98 @@
+"""`jaxkv serve`: its options, and what they set up."""
+
+import importlib.util
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kv_common.errors import JaxkvError
+from kv_serving.byte_size import parse_byte_size
+from kv_serving.session import open_model, start_engine
+
+
+class MissingExtraError(JaxkvError):
+    """The libraries of the server are not installed."""
+
+
+def require_extra() -> None:
+    """Raises MissingExtraError where a library of the extra `serve` is not there."""
+    for library in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+        if importlib.util.find_spec(library) is None:
+            raise MissingExtraError(f"{library} is not installed: pip install 'jaxkv[serve]'")
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file, a model directory, or owner/name.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
+    served_name: Annotated[str | None, typer.Option(help="What clients call the model. [default: MODEL]")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="JAXKV_API_KEYS", help="A key that clients may use; may be repeated. [default: no keys]"),
+    ] = None,
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 32,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are told to come back.")] = 256,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step, prompts and answers.")] = 256,
+    max_context: Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt. [default: what fits]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer. [default: what fits]")] = None,
+    max_choices: Annotated[int, typer.Option(help="Answers of one request.")] = 128,
+    max_concurrent: Annotated[int, typer.Option(help="Requests over HTTP that are answered at once.")] = 256,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body.")] = "4MiB",
+    deadline: Annotated[float | None, typer.Option(metavar="SECONDS", help="Longest time of a request.")] = None,
+    drain: Annotated[float, typer.Option(metavar="SECONDS", help="How long the end may wait for requests.")] = 30,
+    dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
+    kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
+    tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
+    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")] = 1,
+    warm_up: Annotated[bool, typer.Option("--warm-up/--no-warm-up", help="Compile all steps before the first.")] = True,
+    compilation_cache: Annotated[
+        bool,
+        typer.Option(
+            "--compilation-cache/--no-compilation-cache", help="Keep what is compiled in the user's cache folder."
+        ),
+    ] = True,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model over HTTP, in OpenAI's API."""
+    require_extra()
+    from kv_execution import EngineConfig
+    from kv_serving.server.api_keys import ApiKeys
+    from kv_serving.server.limits import Limits
+    from kv_serving.server.logs import log_to_stderr
+    from kv_serving.server.run import Loaded, ServerSettings
+    from kv_serving.server.run import serve as run_server
+
+    config = EngineConfig(
+        kv_pool_bytes=parse_byte_size(kv_pool_bytes),
+        tokens_per_page=tokens_per_page,
+        max_requests=max_requests,
+        max_waiting=max_waiting,
+        max_step_tokens=max(max_step_tokens, max_requests),
+        max_context=max_context,
+        compilation_cache=compilation_cache,
+    )
+    settings = ServerSettings(
+        name=served_name or model,
+        host=host,
+        port=port,
+        api_keys=ApiKeys(api_key or ()),
+        limits=Limits(
+            max_body_bytes=parse_byte_size(max_body),
+            max_prompt_tokens=max_prompt_tokens,
+            max_tokens=max_tokens,
+            max_choices=max_choices,
+            max_concurrent=max_concurrent,
+            deadline_s=deadline,
+        ),
+        drain_s=drain,
+    )
+    log_to_stderr(log_level)
+
+    def load() -> Loaded:
+        console = Console(stderr=True)
+        loaded = open_model(model, dtype, console, tensor_parallel)
+        return Loaded(loaded, start_engine(loaded, config, console, warm_up=warm_up, constrained=True))
+
+    run_server(settings, load)

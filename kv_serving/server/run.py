@@ -1,0 +1,165 @@
+"""One server from its first second to its last: listen, load, answer, drain, leave.
+
+Contract: the port listens at once, and requests are refused with 503 until the model is there. The first SIGTERM or
+SIGINT drains: what is being answered goes on, for `drain_s` seconds at most, new requests are refused; a second signal
+leaves at once. Where the model cannot be loaded the server ends, and `serve` raises why.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+import uvicorn
+
+from kv_common.errors import JaxkvError
+from kv_serving.server.api_keys import ApiKeys
+from kv_serving.server.app import create_app
+from kv_serving.server.context import ServerContext
+from kv_serving.server.engine_loop import EngineLoop, EngineState
+from kv_serving.server.limits import Limits
+from kv_serving.server.server_metrics import ServerMetrics
+from kv_serving.server.service import Service
+
+if TYPE_CHECKING:
+    from kv_execution import PagedEngine
+    from models import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 32 << 10
+SWITCH_INTERVAL_S = 0.001
+"""How soon the engine's thread gets the interpreter back from the front; Python's own 5 ms is a decode step's worth."""
+
+
+class EngineFailedError(JaxkvError):
+    """The engine's thread ended while the server ran."""
+
+
+class Loaded(NamedTuple):
+    """A model and an engine that is ready to run it."""
+
+    model: "LoadedModel"
+    engine: "PagedEngine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where to listen and whom to serve."""
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    limits: Limits = field(default_factory=Limits)
+    drain_s: float = 30.0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but that a signal drains first."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First drain, then leave."""
+        self._signals += 1
+        if self._signals == 1:
+            self._drain()
+        else:
+            self.should_exit = self.force_exit = True
+
+
+class RunningServer(NamedTuple):
+    """A server that listens at `url`; `drain`, which any thread may call, ends it as a signal does."""
+
+    url: str
+    context: ServerContext
+    drain: Callable[[], None]
+
+
+def serve(
+    settings: ServerSettings,
+    load: Callable[[], Loaded],
+    on_listening: Callable[[RunningServer], None] = lambda server: None,
+) -> None:
+    """Serve until a signal. Raises OSError where the port is taken, and what `load` raises."""
+    listener = socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=1024)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with listener:
+        asyncio.run(_serve(settings, load, listener, on_listening))
+
+
+async def _serve(
+    settings: ServerSettings,
+    load: Callable[[], Loaded],
+    listener: socket.socket,
+    on_listening: Callable[[RunningServer], None],
+) -> None:
+    loop = asyncio.get_running_loop()
+    models: list[LoadedModel] = []
+
+    def on_state(state: EngineState) -> None:
+        if state is EngineState.READY:
+            service = Service(settings.name, models[0], engine.plan, engine, settings.limits, context.metrics)
+            context.serve(service)
+            logger.info("ready", extra={"fields": {"model": settings.name}})
+        elif state is EngineState.FAILED:
+            server.should_exit = True
+
+    def load_engine() -> "PagedEngine":
+        loaded = load()
+        models.append(loaded.model)
+        return loaded.engine
+
+    engine = EngineLoop(loop, on_state)
+    metrics = ServerMetrics(lambda: engine.snapshot)
+    context = ServerContext(settings.name, engine, settings.limits, metrics, time.time())
+    draining: list[asyncio.Task[None]] = []
+
+    def drain() -> None:
+        context.draining = True
+        loop.call_soon_threadsafe(lambda: draining.append(loop.create_task(_drain(context, server, settings.drain_s))))
+
+    config = uvicorn.Config(
+        create_app(context, settings.api_keys),
+        http="h11",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+    server = _Server(config, drain)
+    url = "http://{}:{}".format(*listener.getsockname()[:2])
+    logger.info("listening", extra={"fields": {"url": url}})
+    on_listening(RunningServer(url, context, drain))
+    engine.start(load_engine)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await asyncio.to_thread(engine.stop)
+    if engine.state is EngineState.FAILED:
+        if isinstance(engine.error, JaxkvError):
+            raise engine.error
+        raise EngineFailedError(f"the engine has failed ({engine.error!r}); see the log") from engine.error
+
+
+async def _drain(context: ServerContext, server: uvicorn.Server, drain_s: float) -> None:
+    logger.info("draining", extra={"fields": {"active": context.active_requests}})
+    end_s = time.monotonic() + drain_s
+    while context.active_requests and time.monotonic() < end_s:
+        await asyncio.sleep(0.02)
+    server.should_exit = True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

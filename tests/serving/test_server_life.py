@@ -1,0 +1,224 @@
+"""The server's life: loading, clients that go away, steps that fail, draining, and keys."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from server_case import Case, get, running_server, wait_for
+
+from kv_execution.runtime import PagedRuntime
+from kv_serving.server.api_keys import ApiKeys
+from kv_serving.server.limits import Limits
+from kv_serving.server.run import Loaded, ServerSettings, serve
+from models import CheckpointError
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    with running_server(tmp_path_factory.mktemp("tiny"), limits=Limits(max_concurrent=3)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_pages(case: Case, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    slow = threading.Event()
+    original = PagedRuntime.dispatch
+
+    def dispatch(self: PagedRuntime, plan: object) -> object:
+        slow.wait(0.02)
+        return original(self, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedRuntime, "dispatch", dispatch)
+    body = b'{"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": true, "stream": %s}' % str(stream).lower().encode()
+    address = case.server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as client:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        client.sendall(head % len(body) + body)
+        wait_for(lambda: case.stats.running == 1)
+        steps = case.stats.steps
+    wait_for(lambda: case.stats.running == 0)
+    assert case.stats.steps - steps < 50
+    case.settle()
+
+
+@pytest.mark.parametrize("where", ["forward", "choose", "collect"])
+def test_a_step_that_raises_fails_what_it_touched_and_the_server_goes_on(
+    case: Case, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
+    original, steps = getattr(PagedRuntime, where), []
+
+    def fail_once(self: PagedRuntime, *arguments: object) -> object:
+        steps.append(where)
+        if len(steps) == 10:
+            raise RuntimeError("injected: a secret of the kernel")
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedRuntime, where, fail_once)
+        error = case.post("/v1/completions", 500, **LONG)["error"]
+    assert error["type"] == "server_error"
+    assert "secret" not in error["message"]
+    case.settle()
+    assert case.post("/v1/completions", **LONG)["choices"][0]["text"] == expected
+    assert case.http.get("/health").status_code == 200
+
+
+def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
+    original, raised = PagedRuntime.choose, []
+
+    def fail_once(self: PagedRuntime, *arguments: object) -> object:
+        if not raised and self.scheduler.num_waiting == 2:
+            raised.append(1)
+            raise RuntimeError("injected")
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedRuntime, "choose", fail_once)
+    with ThreadPoolExecutor(3) as clients:  # of two rows each, where there are four
+        ask = partial(case.http.post, "/v1/completions", json={**LONG, "n": 2})
+        answers = [each.result() for each in [clients.submit(ask) for _ in range(3)]]
+    assert sorted(answer.status_code for answer in answers) == [200, 500, 500]
+    (waited,) = [answer.json() for answer in answers if answer.status_code == 200]
+    assert [choice["text"] for choice in waited["choices"]] == [expected, expected]
+    case.settle()
+
+
+def test_a_failure_in_mid_stream_is_an_event(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, steps = PagedRuntime.collect, []
+
+    def fail_late(self: PagedRuntime, step: object) -> object:
+        steps.append(1)
+        if len(steps) == 20:
+            raise RuntimeError("injected")
+        return original(self, step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedRuntime, "collect", fail_late)
+    *chunks, last = case.stream("/v1/completions", **LONG)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert last["error"]["type"] == "server_error"
+    case.settle()
+
+
+def test_a_detokenizer_that_raises_fails_its_own_request_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models import StreamDecoder
+
+    original, fed = StreamDecoder.feed, []
+
+    def feed(self: StreamDecoder, ids: tuple[int, ...]) -> str:
+        fed.append(ids)
+        if len(fed) == 5:
+            raise RuntimeError("injected")
+        return original(self, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamDecoder, "feed", feed)
+        case.post("/v1/completions", 500, **LONG)
+    case.settle()
+    assert case.post("/v1/completions", **LONG)["usage"]["completion_tokens"] == 100
+
+
+def test_too_many_at_once_are_told_when_to_come_back(case: Case) -> None:
+    for _ in range(3):
+        case.server.context.service.concurrency.__enter__()
+    try:
+        response = case.http.post("/v1/completions", json=LONG)
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "rate_limit_error"
+    finally:
+        for _ in range(3):
+            case.server.context.service.concurrency.__exit__()
+
+
+def test_a_deadline_ends_an_answer_with_what_it_has_or_says_that_it_has_nothing(case: Case) -> None:
+    case.post("/v1/completions", 408, deadline_s=1e-9, **LONG)
+    case.settle()
+
+
+def test_while_the_model_loads_the_port_answers_that_it_is_not_ready(tmp_path: Path) -> None:
+    loaded = threading.Event()
+
+    def load() -> Loaded:
+        loaded.wait(60)
+        raise CheckpointError("the weights are not there")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda arguments: None)
+        with running_server(tmp_path, load=load) as case:
+            assert get(f"{case.server.url}/health")[0] == 200
+            assert get(f"{case.server.url}/ready")[0] == 503
+            response = case.http.post("/v1/completions", json=LONG)
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "5"
+            loaded.set()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason() -> None:
+    def load() -> Loaded:
+        raise CheckpointError("the weights are not there")
+
+    with pytest.raises(CheckpointError, match="the weights are not there"):
+        serve(ServerSettings(name="x", port=0), load)
+
+
+def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path) as case,
+        case.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        case.server.drain()
+        wait_for(lambda: case.server.context.draining)
+        status, _ = get(f"{case.server.url}/ready")
+        assert status == 503
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
+def test_only_a_known_key_is_let_in_and_keys_share_no_cache(tmp_path: Path) -> None:
+    prompt = {"prompt": list(range(10, 80)), "max_tokens": 1}
+    with running_server(tmp_path, api_keys=ApiKeys(["alpha", "beta"])) as case:
+        for headers in ({}, {"authorization": "Bearer gamma"}, {"authorization": "Basic alpha"}):
+            for path in ("/v1/completions", "/v1/models", "/tokenize", "/%2e%2e/v1/models", "//v1/models"):
+                assert case.http.post(path, json=prompt, headers=headers).status_code == 401
+        assert case.http.get("/metrics").status_code == 200
+
+        def cached(key: str, salt: str = "") -> int:
+            answer = case.post("/v1/completions", headers={"authorization": f"Bearer {key}"}, cache_salt=salt, **prompt)
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached("alpha"), cached("beta"), cached("beta", "alpha")] == [0, 0, 0]
+        assert cached("alpha") >= 64
+        flood = {f"x-{index}": "y" * 1000 for index in range(600)}
+        with contextlib.suppress(httpx.TransportError):  # the server does not read to the end
+            assert case.http.get("/version", headers=flood).status_code == 400
+        assert case.http.get("/version").status_code == 200
+
+
+def test_an_engine_that_cannot_go_on_fails_whoever_waits_and_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    with running_server(tmp_path) as case:
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("injected")
+
+        monkeypatch.setattr(PagedRuntime, "collect", fail)
+        monkeypatch.setattr(case.engine, "init_paged_runtime", fail)
+        with ThreadPoolExecutor(2) as clients:
+            ask = partial(case.http.post, "/v1/completions", json=LONG)
+            answers = [each.result() for each in [clients.submit(ask) for _ in range(2)]]
+        assert {answer.status_code for answer in answers} <= {500, 503}
+        wait_for(lambda: case.server.context.readiness == "failed")
