@@ -1,5 +1,6 @@
 """The execution layer: pools, the jitted step, sampling, and the engine over them."""
 
+from kv_execution.adapters import AdapterNameError, Adapters, NoFreeAdapterSlotError
 from kv_execution.batcher import Batcher, PromptError
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.engine import NotInitializedError, PagedEngine
@@ -11,6 +12,8 @@ from kv_execution.runtime import InterruptedStepError
 from kv_execution.sampling_params import SamplingParams, SamplingParamsError
 
 __all__ = [
+    "AdapterNameError",
+    "Adapters",
     "Batcher",
     "EngineConfig",
     "EngineConfigError",
@@ -18,6 +21,7 @@ __all__ = [
     "EngineStats",
     "GenerationResult",
     "InterruptedStepError",
+    "NoFreeAdapterSlotError",
     "NotInitializedError",
     "PagedEngine",
     "PeerLostError",

@@ -16,8 +16,9 @@ from kv_common.errors import JaxkvError
 from kv_common.model_spec import ModelSpec
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.scheduler import StepPlan
+from kv_execution.adapters import AdapterChoice, Adapters
 from kv_execution.constraints import TokenConstraint
-from kv_execution.requests import Request, TokenOutput
+from kv_execution.requests import TokenOutput, make_request
 from kv_execution.runtime import DispatchedStep, PagedRuntime
 from kv_execution.sampling_params import MAX_LOGIT_BIAS, SamplingParams, SamplingParamsError
 
@@ -63,7 +64,8 @@ class Batcher:
         self,
         runtime: PagedRuntime,
         spec: ModelSpec,
-        namespace_of: Callable[[str], bytes],
+        namespace_of: Callable[[str, AdapterChoice], bytes],
+        adapters: Adapters,
         request_ids: "itertools.count[int]",
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
@@ -71,10 +73,11 @@ class Batcher:
         self._runtime = runtime
         self._spec = spec
         self._namespace_of = namespace_of
+        self._adapters = adapters
         self._request_ids = request_ids
         self._clock = clock
         self._draw_seed = draw_seed
-        self._prompts: dict[int, tuple[NDArray[np.int32], str]] = {}
+        self._prompts: dict[int, tuple[NDArray[np.int32], str, AdapterChoice]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._in_flight: DispatchedStep | None = None
         self._undelivered: list[TokenOutput] = []
@@ -93,21 +96,23 @@ class Batcher:
         deadline_s: float | None = None,
         cache_salt: str = "",
         read_cache: bool = True,
+        adapter: str | None = None,
         constraint: TokenConstraint | None = None,
     ) -> int:
         """Queue a request and return its id.
 
         A higher `priority` goes first and may push out running requests of a lower one. After `deadline_s` seconds the
         request ends with what it has. Requests share cached pages only under the same `cache_salt`; with
-        `read_cache=False` it computes everything itself. A `constraint` rules out tokens, and is this request's alone.
+        `read_cache=False` it computes everything itself. `adapter` is the name of a loaded one. A `constraint` rules
+        out tokens, and is this request's alone.
 
-        Raises PromptError, SamplingParamsError for ids outside the vocabulary, RequestTooLargeError, QueueFullError;
-        nothing is queued then.
+        Raises PromptError, SamplingParamsError for ids outside the vocabulary, AdapterNameError, RequestTooLargeError,
+        QueueFullError; nothing is queued then.
         """
         prompt = checked_prompt(token_ids, self._spec.vocab_size)
-        return self._queue(
-            prompt, params or SamplingParams(), priority, deadline_s, cache_salt, read_cache, None, constraint
-        )
+        choice = self._adapters.choice(adapter)
+        params = params or SamplingParams()
+        return self._queue(prompt, params, priority, deadline_s, cache_salt, read_cache, None, choice, constraint)
 
     def fork(
         self,
@@ -124,8 +129,9 @@ class Batcher:
         """
         if request_id not in self._prompts:
             raise RequestEndedError(f"request {request_id} has ended or never was; submit its prompt again")
-        prompt, salt = self._prompts[request_id]
-        return self._queue(prompt, params or SamplingParams(), priority, deadline_s, salt, True, request_id, constraint)
+        prompt, salt, choice = self._prompts[request_id]
+        params = params or SamplingParams()
+        return self._queue(prompt, params, priority, deadline_s, salt, True, request_id, choice, constraint)
 
     def step(self) -> list[TokenOutput]:
         """Start the next step and return the tokens of the one before it, which may be none.
@@ -175,6 +181,7 @@ class Batcher:
         cache_salt: str,
         read_cache: bool,
         parent: int | None,
+        adapter: AdapterChoice,
         constraint: TokenConstraint | None,
     ) -> int:
         self._runtime.require_sound()
@@ -186,14 +193,15 @@ class Batcher:
             prompt,
             max_new_tokens=params.max_tokens,
             priority=priority,
-            namespace=self._namespace_of(cache_salt),
+            namespace=self._namespace_of(cache_salt, adapter),
             read_cache=read_cache,
             parent=parent,
         )
         self._runtime.requests[request_id] = make_request(
-            request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed, constraint
+            *(request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed, adapter.slot),
+            constraint,
         )
-        self._prompts[request_id] = prompt, cache_salt
+        self._prompts[request_id] = prompt, cache_salt, adapter
         if deadline_s is not None:
             heapq.heappush(self._deadlines, (self._clock() + deadline_s, request_id))
         return request_id
@@ -268,25 +276,3 @@ def _check_options(priority: int, deadline_s: float | None, cache_salt: str) -> 
         raise RequestOptionError(f"deadline_s is {deadline_s!r}; give seconds from now, 0 or more, or None")
     if not isinstance(cache_salt, str):
         raise RequestOptionError(f"cache_salt is a {type(cache_salt).__name__}; give a string")
-
-
-def make_request(
-    request_id: int,
-    prompt_len: int,
-    max_tokens_total: int,
-    params: SamplingParams,
-    spec: ModelSpec,
-    draw_seed: Callable[[], int],
-    constraint: TokenConstraint | None = None,
-) -> Request:
-    """A request with its seed drawn, where none was given, and its stop tokens settled."""
-    eos = () if params.ignore_eos else spec.eos_token_ids
-    return Request(
-        request_id=request_id,
-        prompt_len=prompt_len,
-        max_tokens_total=max_tokens_total,
-        params=params,
-        seed=draw_seed() if params.seed is None else params.seed,
-        stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
-        constraint=constraint,
-    )

@@ -25,7 +25,9 @@ class EngineConfig:
         longest_prefix_first: among those that have waited longest, admit the requests that share most first.
         max_waiting: requests that may wait; None for any number.
         provider: kernel provider by name, or `auto`.
-        tensor_parallel: the number of devices that the model must have been loaded over; None for whatever that is.
+        tensor_parallel: the number of devices; a model on one device is copied over so many. None for those it is on.
+        max_adapters: low-rank adapters that can be loaded at once; 0 leaves them, and their cost, out.
+        max_adapter_rank: the largest rank of one.
         unroll_layers: lay the layer loop out layer by layer: slower to compile, and faster where a backend would copy
             a layer's weights out of their stack.
         compilation_cache: keep what is compiled in the user's cache folder, unless jax was given another folder or
@@ -44,6 +46,8 @@ class EngineConfig:
     max_waiting: int | None = None
     provider: str = "auto"
     tensor_parallel: int | None = None
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
     unroll_layers: bool = False
     compilation_cache: bool = True
     debug: bool = False
@@ -57,6 +61,8 @@ class EngineConfig:
             ("max_context", 2, True),  # a token of prompt and one of answer
             ("max_waiting", 0, True),
             ("tensor_parallel", 1, True),
+            ("max_adapters", 0, False),
+            ("max_adapter_rank", 1, False),
         ):
             value = getattr(self, name)
             whole = isinstance(value, Integral) and not isinstance(value, bool)

@@ -9,30 +9,30 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
-from kv_common.layout import layout_for_budget
-from kv_control.buckets import ShapeBuckets, StepShape
+from kv_control.buckets import StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_control.scheduler import Scheduler
+from kv_execution.adapters import AdapterChoice, Adapters
 from kv_execution.batcher import Batcher, check_params, checked_prompt
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.engine_values import EnginePlan, EngineStats, allocation_line, engine_stats, namespace_of
 from kv_execution.held_requests import HeldRequests, PrefillResult
 from kv_execution.needed_shapes import shapes_needed
+from kv_execution.planning import plan_for
 from kv_execution.processes import agreed_clock, seed_source
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import GenerationResult, TokenOutput
 from kv_execution.runtime import PagedRuntime, samplers_for
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
-from kv_kernels.provider import KernelNeeds
-from kv_kernels.selection import choose_provider, current_platform
 
 logger = logging.getLogger(__name__)
 
@@ -49,65 +49,36 @@ class PagedEngine:
     ) -> None:
         """Plan for `model`; nothing is allocated yet. `clock` gives the seconds that deadlines are measured in.
 
-        Raises EngineConfigError, LayoutError or ProviderError.
+        Raises EngineConfigError, LayoutError, ProviderError or TensorParallelError.
         """
         if config is not None and not isinstance(config, EngineConfig):
             raise EngineConfigError(f"config is a {type(config).__name__}; give EngineConfig(...)")
-        self.model = model
         self.config = config = config or EngineConfig()
-        spec = model.spec
-        if config.max_context is not None and config.max_context > spec.max_context:
-            raise EngineConfigError(
-                f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} "
-                f"was made for; lower it"
-            )
-        mesh = model.tensor_mesh
-        width = 1 if mesh is None else mesh.width
-        if config.tensor_parallel not in (None, width):
-            raise EngineConfigError(
-                f"tensor_parallel is {config.tensor_parallel}, but the model's parameters are spread over {width} "
-                f"devices; load it with load_model(..., tensor_parallel={config.tensor_parallel})"
-            )
+        if config.tensor_parallel not in (None, 1 if model.tensor_mesh is None else model.tensor_mesh.width):
+            model = model.spread(config.tensor_parallel)
+        self.model = model
+        self._planned = plan_for(model, config)
+        self._layout, self._buckets = self._planned.layout, self._planned.buckets
         if config.compilation_cache:
             use_compilation_cache()
-        self._layout = layout_for_budget(
-            pool_bytes=config.kv_pool_bytes,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            tokens_per_page=config.tokens_per_page,
-            dtype=config.kv_dtype or spec.dtype,
-            kv_head_shards=width,
-        )
-        self._buckets = ShapeBuckets(
-            config.max_requests, config.max_step_tokens, config.max_context or spec.max_context
-        )
-        needs = KernelNeeds(
-            platform=current_platform(),
-            kv_dtype=self._layout.dtype,
-            num_heads=spec.num_heads // width,
-            num_kv_heads=self._layout.heads_per_shard,
-            head_dim=spec.head_dim,
-            tokens_per_page=config.tokens_per_page,
-            window=spec.attention_window,
-            soft_cap=spec.attention_soft_cap,
-        )
-        self._provider = choose_provider(needs, config.provider)
-        self._platform = needs.platform
+        adapted = model.with_adapters(config.max_adapters, config.max_adapter_rank) if config.max_adapters else None
+        self._params = model.params if adapted is None else adapted.params
+        self.adapters = Adapters(adapted, self._adapter_slots_in_use, self._take_params)
         self._traces = 0
         self._programs = build_step_programs(
-            model,
-            self._provider.provider,
+            model if adapted is None else adapted,
+            self._planned.chosen.provider,
             self._layout,
             unroll_layers=config.unroll_layers,
+            adapters=None if adapted is None else adapted.capacity,
             on_trace=self._count_trace,
         )
         self._runtime: PagedRuntime | None = None
         self._batcher: Batcher | None = None
         self._held: HeldRequests | None = None
         self._request_ids = itertools.count()
-        self._clock = agreed_clock(clock, mesh)
-        self._draw_seed = seed_source(mesh)
+        self._clock = agreed_clock(clock, model.tensor_mesh)
+        self._draw_seed = seed_source(model.tensor_mesh)
 
     def describe(self) -> EnginePlan:
         """What the engine allocates and compiles."""
@@ -116,9 +87,9 @@ class PagedEngine:
             layout=self._layout,
             max_context=self._buckets.max_context,
             shapes=self._buckets.reachable(),
-            platform=self._platform,
-            provider=self._provider.provider.name,
-            provider_reason=self._provider.reason,
+            platform=self._planned.platform,
+            provider=self._planned.chosen.provider.name,
+            provider_reason=self._planned.chosen.reason,
         )
 
     def init_paged_runtime(self) -> EnginePlan:
@@ -129,13 +100,14 @@ class PagedEngine:
         layout, config = self._layout, self.config
         self._runtime = self._batcher = self._held = None  # the old pools go before the new ones come
         self._runtime = PagedRuntime(
-            self.model.params,
-            self._provider.provider,
+            self._params,
+            self._planned.chosen.provider,
             self._programs,
             self._new_scheduler(),
             self._buckets,
             self.model.spec.vocab_size,
             mesh=self.model.tensor_mesh,
+            has_adapters=config.max_adapters > 0,
             debug=config.debug,
         )
         self._namespace = namespace_of(self.model, layout, prefix_cache=config.prefix_cache)
@@ -143,12 +115,13 @@ class PagedEngine:
             self._runtime,
             self.model.spec,
             self._namespace_of,
+            self.adapters,
             self._request_ids,
             clock=self._clock,
             draw_seed=self._draw_seed,
         )
         self._held = HeldRequests(self._runtime, self.model.spec, self._request_ids, draw_seed=self._draw_seed)
-        logger.info(allocation_line(layout, self._provider.provider.name))
+        logger.info(allocation_line(layout, self._planned.chosen.provider.name))
         return self.describe()
 
     def warmup_paged(
@@ -183,18 +156,20 @@ class PagedEngine:
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> PrefillResult:
         """Compute a prompt's K/V and its first token; other requests stand still meanwhile.
 
-        Requests share cached pages only under the same `cache_salt`.
+        Requests share cached pages only under the same `cache_salt` and with the same adapter.
 
-        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
-        held then.
+        Raises PromptError, SamplingParamsError, AdapterNameError, RequestTooLargeError, NoFreeRowError, or
+        OutOfPagesError; nothing is held then.
         """
         held, params = self._require_held(), params or SamplingParams()
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
         check_params(params, self.model.spec)
-        return held.prefill(prompt, params, self._namespace_of(cache_salt))
+        choice = self.adapters.choice(adapter)
+        return held.prefill(prompt, params, self._namespace_of(cache_salt, choice), choice.slot)
 
     def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
         """One more token for every held request that has not finished.
@@ -217,25 +192,25 @@ class PagedEngine:
         self,
         prompts: Sequence[Sequence[int] | NDArray[np.integer]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapters: str | Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
         """Run every prompt to its end; results are in the order of the prompts.
 
-        `params` is one for all, or one per prompt. Raises what `Batcher.submit` raises, before anything has run.
+        `params` and `adapters` are one for all, or one per prompt. Raises what `Batcher.submit` raises, before anything
+        has run.
         """
         batcher, runtime = self.batcher(), self._require_runtime()
-        each = (
-            [params or SamplingParams()] * len(prompts)
-            if params is None or isinstance(params, SamplingParams)
-            else params
-        )
-        if len(each) != len(prompts):
-            raise EngineConfigError(
-                f"{len(prompts)} prompts and {len(each)} sampling parameters; give one for all, or one each"
-            )
+        count = len(prompts)
+        each = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
+        names = [adapters] * count if adapters is None or isinstance(adapters, str) else adapters
+        for what, given in (("sampling parameters", len(each)), ("adapters", len(names))):
+            if given != count:
+                raise EngineConfigError(f"{count} prompts and {given} {what}; give one for all, or one each")
         submitted: list[int] = []
         try:
-            for prompt, prompt_params in zip(prompts, each, strict=True):
-                submitted.append(batcher.submit(prompt, prompt_params))
+            for prompt, prompt_params, name in zip(prompts, each, names, strict=True):
+                submitted.append(batcher.submit(prompt, prompt_params, adapter=name))
             outputs = [runtime.requests[request_id].outputs for request_id in submitted]
             batcher.run_to_end(submitted)
         finally:
@@ -243,20 +218,23 @@ class PagedEngine:
                 batcher.abort(request_id)
         return [GenerationResult.of(tokens) for tokens in outputs]
 
-    def score(self, token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+    def score(
+        self, token_ids: Sequence[int] | NDArray[np.integer], *, adapter: str | None = None
+    ) -> NDArray[np.float32]:
         """Log-probabilities [tokens, vocab] of what follows each token, through the paged path; compiles its own
         programs.
 
         Raises what `prefill_paged` raises.
         """
-        return np.concatenate(list(self.score_steps(token_ids)))
+        return np.concatenate(list(self.score_steps(token_ids, adapter=adapter)))
 
     def score_steps(
-        self, token_ids: Sequence[int] | NDArray[np.integer], *, cache_salt: str = ""
+        self, token_ids: Sequence[int] | NDArray[np.integer], *, cache_salt: str = "", adapter: str | None = None
     ) -> Iterator[NDArray[np.float32]]:
         """`score` step by step, in parts [tokens of the step, vocab]; other requests may go on between two of them."""
+        held, choice = self._require_held(), self.adapters.choice(adapter)
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        return self._require_held().score(prompt, self._namespace_of(cache_salt))
+        return held.score(prompt, self._namespace_of(cache_salt, choice), choice.slot)
 
     def stats(self) -> EngineStats:
         """Counts of the running engine."""
@@ -281,8 +259,16 @@ class PagedEngine:
             longest_prefix_first=self.config.longest_prefix_first,
         )
 
-    def _namespace_of(self, cache_salt: str) -> bytes:
-        return dataclasses.replace(self._namespace, tenant=cache_salt).digest()
+    def _namespace_of(self, cache_salt: str, adapter: AdapterChoice) -> bytes:
+        return dataclasses.replace(self._namespace, tenant=cache_salt, adapter_fingerprint=adapter.fingerprint).digest()
+
+    def _adapter_slots_in_use(self) -> set[int]:
+        return set() if self._runtime is None else {each.adapter_slot for each in self._runtime.requests.values()}
+
+    def _take_params(self, params: Any) -> None:
+        self._params = params
+        if self._runtime is not None:
+            self._runtime.params = params
 
     def _count_trace(self) -> None:
         self._traces += 1

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.model_spec import ModelSpec
-from kv_control.request_map import RequestHandle
-from kv_execution.batcher import make_request
-from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput
+from kv_control.request_map import RequestHandle, StaleHandleError
+from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput, make_request
 from kv_execution.runtime import PagedRuntime
 from kv_execution.sampling_params import SamplingParams
 
@@ -51,7 +50,9 @@ class HeldRequests:
         self._request_ids = request_ids
         self._held: dict[int, RequestHandle] = {}
 
-    def prefill(self, prompt: NDArray[np.int32], params: SamplingParams, namespace: bytes) -> PrefillResult:
+    def prefill(
+        self, prompt: NDArray[np.int32], params: SamplingParams, namespace: bytes, adapter_slot: int
+    ) -> PrefillResult:
         """Hold a request of `prompt` [tokens] and compute its first token.
 
         Raises RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is held then.
@@ -60,7 +61,7 @@ class HeldRequests:
         request_id = next(self._request_ids)
         handle = runtime.scheduler.hold(request_id, prompt, max_new_tokens=params.max_tokens, namespace=namespace)
         total = int(runtime.scheduler.running.max_tokens_total[handle.row])
-        request = make_request(request_id, len(prompt), total, params, self._spec, self._draw_seed)
+        request = make_request(request_id, len(prompt), total, params, self._spec, self._draw_seed, adapter_slot)
         runtime.requests[request_id] = request
         runtime.begin(handle.row, request)
         self._held[request_id] = handle
@@ -88,11 +89,13 @@ class HeldRequests:
         return {self._held[output.request_id]: output for output in self._run(going)}
 
     def release(self, handle: RequestHandle) -> None:
-        """Free a request's row and pages. Raises StaleHandleError where it was released before."""
+        """Free a request's row and pages. Raises StaleHandleError where it was released before, or is no handle."""
+        if not isinstance(handle, RequestHandle):
+            raise StaleHandleError(f"{handle!r} is no handle: give the one that prefill_paged returned")
         self._runtime.scheduler.residency.request_map.row_of(handle)
         self._discard(handle)
 
-    def score(self, prompt: NDArray[np.int32], namespace: bytes) -> Iterator[NDArray[np.float32]]:
+    def score(self, prompt: NDArray[np.int32], namespace: bytes, adapter_slot: int) -> Iterator[NDArray[np.float32]]:
         """Log-probabilities of what follows each token of `prompt` [tokens], step by step in parts [tokens, vocab];
         raises what `prefill` raises.
         """
@@ -102,7 +105,7 @@ class HeldRequests:
             next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False
         )
         try:
-            runtime.begin(handle.row)
+            runtime.begin(handle.row, adapter_slot=adapter_slot)
             rows = np.array([handle.row])
             while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
                 with runtime.step():

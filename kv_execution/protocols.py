@@ -1,8 +1,10 @@
 """What the engine asks of a model: sizes, parameters and one pure function. Any object that has these will do."""
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from kv_common.model_spec import ModelSpec
+from kv_kernels.adapters import AdapterCapacity
 from kv_kernels.tensor_parallel import TensorMesh
 
 
@@ -25,6 +27,37 @@ class CausalModel(Protocol):
     def tensor_mesh(self) -> TensorMesh | None:
         """The devices that the parameters are spread over; None for one device."""
 
+    def spread(self, tensor_parallel: int) -> "CausalModel":
+        """The same model over so many devices. Raises a JaxkvError where that cannot be."""
+
     @property
     def forward(self) -> Any:
         """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits [rows, vocab] f32, step)`, pure."""
+
+    @property
+    def with_adapters(self) -> Any:
+        """`with_adapters(slots, rank) -> AdaptableModel`: the same with room for adapters. Asked for only where an
+        engine is to have them.
+        """
+
+
+class Adapter(Protocol):
+    """An adapter in memory."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Digest of its content."""
+
+
+class AdaptableModel(CausalModel, Protocol):
+    """A model with room for adapters in its parameters; `forward` is given a step with a mask of them."""
+
+    @property
+    def capacity(self) -> AdapterCapacity:
+        """The room there is."""
+
+    def read_adapter(self, directory: str | Path) -> Any:
+        """The adapter in a directory, an `Adapter`. Raises a JaxkvError where it does not fit."""
+
+    def with_adapter(self, params: Any, slot: int, adapter: Any) -> Any:
+        """`params` with an adapter in a slot; of the same shapes."""

@@ -1,9 +1,10 @@
 """What a caller gets back from a request: token by token, or whole."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kv_common.model_spec import ModelSpec
 from kv_execution.constraints import TokenConstraint
 from kv_execution.sampling_params import SamplingParams
 
@@ -69,6 +70,7 @@ class Request:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
+    adapter_slot: int
     constraint: TokenConstraint | None = None
     cached_tokens: int = 0
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -96,3 +98,27 @@ class Request:
         output = TokenOutput(self.request_id, None, None, (), "deadline", self.cached_tokens)
         self.outputs.append(output)
         return output
+
+
+def make_request(
+    request_id: int,
+    prompt_len: int,
+    max_tokens_total: int,
+    params: SamplingParams,
+    spec: ModelSpec,
+    draw_seed: Callable[[], int],
+    adapter_slot: int,
+    constraint: TokenConstraint | None = None,
+) -> Request:
+    """A request with its seed drawn, where none was given, and its stop tokens settled."""
+    eos = () if params.ignore_eos else spec.eos_token_ids
+    return Request(
+        request_id=request_id,
+        prompt_len=prompt_len,
+        max_tokens_total=max_tokens_total,
+        params=params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+        constraint=constraint,
+        adapter_slot=adapter_slot,
+    )

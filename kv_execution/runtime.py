@@ -26,6 +26,7 @@ from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, Samp
 from kv_execution.sampling_table import SamplingTable
 from kv_execution.step import DeviceState, GreedyResult, SampleResult, StepPrograms
 from kv_execution.step_inputs import StepInputs
+from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.provider import KernelProvider
 from kv_kernels.tensor_parallel import TensorMesh
 
@@ -76,6 +77,7 @@ class PagedRuntime:
         vocab_size: int,
         *,
         mesh: TensorMesh | None,
+        has_adapters: bool,
         debug: bool,
     ) -> None:
         self.layout = scheduler.layout
@@ -83,13 +85,16 @@ class PagedRuntime:
         self.scheduler = scheduler
         self.requests: dict[int, Request] = {}
         self.counters = RuntimeCounters()
-        self._params = params
+        self.params = params
         self._programs = programs
         self._debug = debug
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
         self._table = SamplingTable(buckets.max_rows, vocab_size)
-        self._inputs = StepInputs(provider, self.layout, buckets.max_rows)
+        self._adapter_slots = np.full(buckets.max_rows, NO_ADAPTER, np.int32)
+        self._inputs = StepInputs(
+            provider, self.layout, buckets.max_rows, self._adapter_slots if has_adapters else None
+        )
         self._ran: set[tuple[object, ...]] = set()
         with reporting_cache_faults():
             self.state = DeviceState(
@@ -149,7 +154,7 @@ class PagedRuntime:
             if progress is not None:
                 progress(done, shape)
             with reporting_cache_faults():
-                forward = self._programs.forward.lower(self._params, self.state, self._inputs.of(None, shape))
+                forward = self._programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
                 forward.compile()
                 logits = forward.out_info.logits
                 for kind in samplers:
@@ -158,9 +163,12 @@ class PagedRuntime:
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
-    def begin(self, row: int, request: Request | None = None) -> None:
-        """`row` has begun: give the device its tokens, and `request`, if it samples, its parameters."""
+    def begin(self, row: int, request: Request | None = None, *, adapter_slot: int = NO_ADAPTER) -> None:
+        """`row` has begun: give the device its tokens, and `request`, if it samples, its parameters; one that does not
+        sample has `adapter_slot`.
+        """
         running = self.scheduler.running
+        self._adapter_slots[row] = adapter_slot if request is None else request.adapter_slot
         bias: list[tuple[int, float]] = []
         if request is not None:
             request.cached_tokens = int(running.cached_tokens[row])
@@ -184,7 +192,7 @@ class PagedRuntime:
         shape = self._shape_of(plan)
         self._check(plan)
         with self._reporting_first(shape, None):
-            self.state, logits = self._programs.forward(self._params, self.state, self._inputs.of(plan, shape))
+            self.state, logits = self._programs.forward(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         self._count(plan, shape)
         return logits
@@ -214,7 +222,7 @@ class PagedRuntime:
         shape = self._shape_of(plan)
         self._check(plan)
         with reporting_cache_faults():
-            self.state, logprobs = self._programs.score(self._params, self.state, self._inputs.of(plan, shape))
+            self.state, logprobs = self._programs.score(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         return np.asarray(logprobs)[: plan.table.tokens]
 

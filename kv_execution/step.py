@@ -17,6 +17,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
 from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, sample, sample_allowed
+from kv_kernels.adapters import AdapterCapacity, column_mask
 from kv_kernels.argmax import argmax, below_infinity
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
@@ -35,7 +36,7 @@ class ForwardInputs(NamedTuple):
 
     token_rows, positions, slots: [tokens], where each token is in the histories and where its K/V goes. scrub_pages
     [entries] and copy_targets [rows], -1 for none; copy_sources [rows]. logit_rows [rows]: the last token of each
-    row. plan: the provider's.
+    row. plan: the provider's. adapter_slots [tokens], None where the engine has no adapters.
     """
 
     token_rows: Any
@@ -46,6 +47,7 @@ class ForwardInputs(NamedTuple):
     copy_targets: Any
     logit_rows: Any
     plan: Any
+    adapter_slots: Any
 
 
 class ForwardResult(NamedTuple):
@@ -99,9 +101,11 @@ def build_step_programs(
     layout: KvStorageLayoutV1,
     *,
     unroll_layers: bool,
+    adapters: AdapterCapacity | None = None,
     on_trace: Callable[[], None],
 ) -> StepPrograms:
-    """The programs of a model; `on_trace` is called whenever one is traced for a new shape.
+    """The programs of a model, which has the room of `adapters`; `on_trace` is called whenever one is traced for a new
+    shape.
 
     Over a mesh the network is one manual region: plan, positions and tokens are the same on every rank, heads and
     pools are its own. Sampling runs on every device on the same logits.
@@ -122,6 +126,7 @@ def build_step_programs(
             num_pages=layout.num_pages,
             unroll=unroll_layers,
             tensor_width=1 if mesh is None else mesh.width,
+            adapter_mask=None if adapters is None else column_mask(inputs.adapter_slots, adapters),
         )
         logits, view = model.forward(params, token_ids, view, logit_rows)
         return NetworkResult(view.pools, logits)

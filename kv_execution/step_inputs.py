@@ -12,16 +12,27 @@ from kv_common.page_table import KvPageTableV1
 from kv_control.buckets import StepShape, page_entries, scrub_entries
 from kv_control.scheduler import StepPlan
 from kv_execution.step import ForwardInputs
+from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.provider import KernelProvider, PlanShape
 
 
 class StepInputs:
-    """Builds `ForwardInputs`; `max_rows` is one past the last row of the token histories."""
+    """Builds `ForwardInputs`; `max_rows` is one past the last row of the token histories.
 
-    def __init__(self, provider: KernelProvider, layout: KvStorageLayoutV1, max_rows: int) -> None:
+    `adapter_slots` [max_rows] i32 is kept by the caller: the adapter of each row; None where there are no adapters.
+    """
+
+    def __init__(
+        self,
+        provider: KernelProvider,
+        layout: KvStorageLayoutV1,
+        max_rows: int,
+        adapter_slots: NDArray[np.int32] | None,
+    ) -> None:
         self._provider = provider
         self._layout = layout
         self._max_rows = max_rows
+        self._adapter_slots = adapter_slots
         self._paddings: dict[StepShape, ForwardInputs] = {}
 
     def of(self, plan: StepPlan | None, shape: StepShape) -> ForwardInputs:
@@ -41,6 +52,9 @@ class StepInputs:
             copy_targets=_over(padding.copy_targets, plan.copy_targets),
             logit_rows=_over(padding.logit_rows, table.query_start[1:] - 1),
             plan=self._provider.plan(table, self._plan_shape(shape)),
+            adapter_slots=None
+            if self._adapter_slots is None
+            else _over(padding.adapter_slots, self._adapter_slots[plan.token_rows]),
         )
 
     def _padding(self, shape: StepShape) -> ForwardInputs:
@@ -54,6 +68,7 @@ class StepInputs:
             copy_targets=np.full(shape.rows, -1, np.int32),
             logit_rows=np.zeros(shape.rows, np.int32),
             plan=self._provider.plan(_empty_table(tokens_per_page), self._plan_shape(shape)),
+            adapter_slots=None if self._adapter_slots is None else np.full(shape.tokens, NO_ADAPTER, np.int32),
         )
 
     def _plan_shape(self, shape: StepShape) -> PlanShape:

@@ -6,7 +6,8 @@ it is with products and rows of weights, for a provider that has kernels for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from kv_kernels.provider import (
     Scoring,
 )
 from kv_kernels.scatter import write_rows
-from kv_kernels.weights import LayerIndex, Weight, dequantize, take_layer, take_rows
+from kv_kernels.weights import LayerIndex, MixedWeight, StoredWeight, Weight, dequantize, take_layer, take_rows
 
 
 class ComposedKernels:
@@ -38,7 +39,7 @@ class ComposedKernels:
         """See KernelProvider."""
         return multiply(x, weight, layer, out_dtype)
 
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+    def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """See KernelProvider."""
         return dequantize(take_rows(weight, token_ids), jnp.float32)
 
@@ -110,6 +111,8 @@ def multiply(
     fence: bool = False,
 ) -> jax.Array:
     """`KernelProvider.product` by XLA; `fence` keeps it from fusing the dequantization with the product."""
+    if isinstance(weight, MixedWeight):
+        return switch_part(weight, layer, lambda part, at: multiply(x, part, at, out_dtype, fence=fence))
     matrix = dequantize(weight if layer is None else take_layer(weight, layer), x.dtype)
     if fence:
         matrix = jax.lax.optimization_barrier(matrix)
@@ -117,6 +120,16 @@ def multiply(
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jnp.einsum("ti,oi->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(out_dtype or x.dtype)
+
+
+def switch_part(
+    weight: MixedWeight, layer: LayerIndex | None, product: Callable[[StoredWeight, jax.Array], jax.Array]
+) -> jax.Array:
+    """`product` of the part that holds entry `layer`, and where in it; only that one is computed."""
+    assert layer is not None  # of a stack
+    branches = [functools.partial(product, part) for part in weight.parts]
+    out: jax.Array = jax.lax.switch(jnp.asarray(weight.which)[layer], branches, jnp.asarray(weight.at)[layer])
+    return out
 
 
 def normalize(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kv_kernels.provider import Activation, Affine, KernelProvider
-from kv_kernels.weights import LayerIndex, Weight
+from kv_kernels.weights import LayerIndex, Weight, flatten_stack
 
 MAX_TILE = 32
 """Tokens of one expert that are multiplied at once: enough to read a matrix once for many, few enough to pad little."""
@@ -62,7 +62,7 @@ def expert_mlp(
     num_experts = experts.gate.stack[1]
     pairs = tokens * k
     width = tile_width(pairs, num_experts)
-    gate, up, down = (Affine(_flat(weight)) for weight in (experts.gate, experts.up, experts.down))
+    gate, up, down = (Affine(flatten_stack(weight)) for weight in (experts.gate, experts.up, experts.down))
     of_pair = routing.chosen.reshape(-1)
     by_expert = jnp.argsort(of_pair, stable=True)
     count = jnp.zeros(num_experts, jnp.int32).at[of_pair].add(1)
@@ -82,9 +82,3 @@ def expert_mlp(
 
     results = lax.fori_loop(0, end_tile[-1], compute_tile, jnp.zeros((pairs, x.shape[1]), jnp.float32))
     return jnp.sum(results.reshape(tokens, k, -1) * routing.weights[..., None], axis=1)
-
-
-def _flat(weight: Weight) -> Weight:
-    """[layers, experts, ...] as one stack [layers * experts, ...]."""
-    flat: Weight = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weight)
-    return flat

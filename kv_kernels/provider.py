@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.weights import LayerIndex, Weight
+from kv_kernels.weights import LayerIndex, StoredWeight, Weight
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,22 @@ class PoolPair(NamedTuple):
     v: jax.Array
 
 
+class LowRank(NamedTuple):
+    """The adapters of a weight [*stack, out, in]: into [*stack, columns, in], out [*stack, out, columns]."""
+
+    into: Weight
+    out: Weight
+
+
 class Affine(NamedTuple):
-    """A weight [*stack, out, in], and what is added to its products: bias [*stack, out] f32 or None."""
+    """A weight [*stack, out, in], and what is added to its products: bias [*stack, out] f32 or None.
+
+    `adapters` are the step's business: `StepView` adds their products, and a provider is never given any.
+    """
 
     weight: Weight
     bias: jax.Array | None = None
+    adapters: LowRank | None = None
 
 
 class Norm(NamedTuple):
@@ -138,7 +149,7 @@ class KernelProvider(Protocol):
         from a stack.
         """
 
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+    def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
 
     def argmax(self, scores: jax.Array) -> jax.Array:

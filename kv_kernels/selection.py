@@ -32,6 +32,10 @@ class ProviderError(JaxkvError):
     """The provider asked for does not exist or cannot serve the model."""
 
 
+class PlatformError(JaxkvError):
+    """The platform that jax was told to use is not there."""
+
+
 class ChosenProvider(NamedTuple):
     """A provider and the one-line reason for it."""
 
@@ -40,8 +44,17 @@ class ChosenProvider(NamedTuple):
 
 
 def current_platform() -> str:
-    """`cpu`, `cuda`, `rocm` or whatever else runs what jax compiles; jax itself calls the middle two `gpu`."""
-    backend = jax.default_backend()
+    """`cpu`, `cuda`, `rocm` or whatever else runs what jax compiles; jax itself calls the middle two `gpu`.
+
+    Raises PlatformError where jax finds no device of the platforms it was told to use.
+    """
+    try:
+        backend = jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # jax asserts that a platform it was told to use has a plugin
+        raise PlatformError(
+            "jax finds no device of the platforms that it was told to use: unset JAX_PLATFORMS, or "
+            "install what they need"
+        ) from error
     if backend != "gpu":
         return backend
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kv_kernels.composition import normalize, of_layer
+from kv_kernels.adapters import adapter_products
+from kv_kernels.composition import activate, normalize, of_layer
 from kv_kernels.experts import Experts, Routing, expert_mlp
 from kv_kernels.provider import (
     Activation,
     Affine,
     KernelProvider,
+    LowRank,
     Norm,
     Placement,
     PoolPair,
@@ -26,7 +28,7 @@ from kv_kernels.provider import (
     Scoring,
 )
 from kv_kernels.tensor_parallel import KV_HEAD_SHARD, TENSOR_AXES, Split
-from kv_kernels.weights import LayerIndex, Weight
+from kv_kernels.weights import LayerIndex, StoredWeight
 
 
 class Attended(NamedTuple):
@@ -46,7 +48,10 @@ class Looped(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepView:
-    """One step over the paged cache: `positions` [tokens] i32 is the only array of it that a model reads."""
+    """One step over the paged cache: `positions` [tokens] i32 is the only array of it that a model reads.
+
+    `adapter_mask` [tokens, columns] bool says which adapters' columns each token has; None where there are no adapters.
+    """
 
     positions: jax.Array
     pools: PoolPair
@@ -56,6 +61,7 @@ class StepView:
     num_pages: int = field(metadata={"static": True})
     unroll: bool = field(default=False, metadata={"static": True})
     tensor_width: int = field(default=1, metadata={"static": True})  # above 1 inside a `TensorMesh.manual` region
+    adapter_mask: jax.Array | None = None
 
     def attend(
         self,
@@ -90,14 +96,28 @@ class StepView:
         """norm(x) [tokens, in] times matrix [out, in] transposed, bias added -> [tokens, out]; `layer` picks from a
         stack [layers, out, in].
         """
-        (result,) = self.provider.linear(x, (matrix,), layer, norm=norm, out_dtype=out_dtype)
+        (result,) = self.linears(x, (matrix,), layer, norm=norm, out_dtype=out_dtype)
         return result
 
     def linears(
-        self, x: jax.Array, matrices: Sequence[Affine], layer: LayerIndex, *, norm: Norm | None = None
+        self,
+        x: jax.Array,
+        matrices: Sequence[Affine],
+        layer: LayerIndex | None,
+        *,
+        norm: Norm | None = None,
+        out_dtype: jax.typing.DTypeLike | None = None,
     ) -> tuple[jax.Array, ...]:
         """`linear` with several matrices that share x."""
-        return self.provider.linear(x, matrices, layer, norm=norm)
+        adapters = [matrix.adapters for matrix in matrices if matrix.adapters is not None]
+        if not adapters:
+            return self.provider.linear(x, matrices, layer, norm=norm, out_dtype=out_dtype)
+        # A layer's matrices all have adapters, or none has.
+        plain = [matrix._replace(adapters=None) for matrix in matrices]
+        products = self.provider.linear(x, plain, layer, norm=norm, out_dtype=jnp.float32)
+        added = self._adapted(x, adapters, layer, norm)
+        dtype = out_dtype or x.dtype
+        return tuple((product + more).astype(dtype) for product, more in zip(products, added, strict=True))
 
     def gated(
         self,
@@ -110,6 +130,10 @@ class StepView:
         norm: Norm | None = None,
     ) -> jax.Array:
         """activation(linear(x, gate)) * linear(x, up)."""
+        if gate.adapters or up.adapters:
+            # What adapters add comes before the activation, so the pass cannot be one.
+            gate_part, up_part = self.linears(x, (gate, up), layer, norm=norm)
+            return activate(gate_part, activation) * up_part
         (result,) = self.provider.linear(x, (gate, up), layer, norm=norm, activation=activation)
         return result
 
@@ -136,11 +160,14 @@ class StepView:
         summed in float32, and bias and residual added once, to the sum.
         """
         if self.tensor_width == 1:
-            if norm is None and scale == 1:
+            if norm is None and scale == 1 and not matrix.adapters:
                 (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
                 return result
             return self._add(residual, self.linear(x, matrix, layer), layer, norm, scale)
-        total = lax.psum(self.provider.product(x, matrix.weight, layer, jnp.float32), TENSOR_AXES)
+        part = self.provider.product(x, matrix.weight, layer, jnp.float32)
+        if matrix.adapters is not None:
+            part = part + self._adapted(x, [matrix.adapters], layer)[0]
+        total = lax.psum(part, TENSOR_AXES)
         if matrix.bias is not None:
             total = total + of_layer(matrix.bias, layer)
         return self._add(residual, total.astype(x.dtype), layer, norm, scale)
@@ -170,6 +197,13 @@ class StepView:
             x = normalize(x, norm, layer)
         return residual + (x if scale == 1 else x * jnp.asarray(scale, x.dtype))
 
+    def _adapted(
+        self, x: jax.Array, adapters: Sequence[LowRank], layer: LayerIndex | None, norm: Norm | None = None
+    ) -> list[jax.Array]:
+        """What each of `adapters` adds for norm(x) [tokens, in] -> [tokens, out] f32."""
+        assert self.adapter_mask is not None
+        return adapter_products(self.provider, x, adapters, layer, self.adapter_mask, norm)
+
     def logits(self, x: jax.Array, matrix: Affine, vocab_size: int, *, norm: Norm) -> jax.Array:
         """norm(x) [rows, hidden] times matrix [vocab, hidden] transposed -> [rows, vocab] f32, the same on every rank.
 
@@ -187,7 +221,7 @@ class StepView:
         part = self.linear(x, matrix, layer, norm=norm, out_dtype=jnp.float32)
         return part if width == 1 else lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
 
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+    def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
         return self.provider.embed(token_ids, weight)
 

@@ -1,11 +1,12 @@
-"""Weights as pytrees: dense, or block-quantized the way GGUF stores them.
+"""Weights as pytrees: dense, or block-quantized the way GGUF and other checkpoints store them.
 
 Every product with a weight goes through a provider's `linear`, so this module holds layout and nothing that multiplies:
 indexing, sizes, and `dequantize`, the definition of a quantized weight's value that every provider must agree with.
 Leading `stack` axes (layers) come first, so that a layer index is an operand and no layer is ever sliced out by the
 caller.
 
-Quantized rows are split in blocks of 32 along `in`: value = d*q (q8_0), d*(q-8) (q4_0) or d*q+m (q4_1).
+Quantized rows are split in blocks of 32 along `in`. A value is scale * (quant - offset), or scale * quant + min, where
+scales and mins are numbers of groups of blocks, times an integer of the block in the kinds that have two levels.
 """
 
 from __future__ import annotations
@@ -13,18 +14,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 BLOCK_SIZE = 32
-"""Elements that share one scale."""
+"""Elements of a block: no group is smaller, and slices along `in` have whole ones."""
 
-QuantKind = Literal["q8_0", "q4_0", "q4_1"]
+QuantKind = Literal["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "f8_e4m3"]
 Array = jax.Array | np.ndarray
 LayerIndex = int | jax.Array
+
+
+class QuantForm(NamedTuple):
+    """What a kind's quants are: bytes, or nibbles with `high_bits` bits above them, less `offset`.
+
+    block_factors: integers of a block that its group's scale is multiplied by (0: none), and its group's min.
+    """
+
+    is_bytes: bool = False
+    high_bits: int = 0
+    offset: int = 0
+    has_mins: bool = False
+    block_factors: int = 0
+
+
+FORMS: dict[QuantKind, QuantForm] = {
+    "q8_0": QuantForm(is_bytes=True),
+    "q4_0": QuantForm(offset=8),
+    "q4_1": QuantForm(has_mins=True),
+    "q5_0": QuantForm(high_bits=1, offset=16),
+    "q5_1": QuantForm(high_bits=1, has_mins=True),
+    "q4_k": QuantForm(has_mins=True, block_factors=1),
+    "q5_k": QuantForm(high_bits=1, has_mins=True, block_factors=1),
+    "q6_k": QuantForm(high_bits=2, offset=32, block_factors=2),
+    "f8_e4m3": QuantForm(is_bytes=True),
+}
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
@@ -51,70 +78,165 @@ class DenseWeight:
         return _nbytes(self)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["quants", "scales", "mins"], meta_fields=["kind"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["quants", "scales", "mins", "high_bits", "scale_factors", "min_factors"],
+    meta_fields=["kind"],
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockQuantWeight:
-    """A GGUF block-quantized weight, its parts apart.
+    """A quantized weight, its parts apart; those that its kind has not are None.
 
-    quants int8 [*stack, out, in] for q8_0; uint8 [*stack, out, in/2] for q4_*: byte j of a block's 16 holds element j
-    in the low nibble and element j+16 in the high one. scales float16 [*stack, out, in/32]; mins the same, q4_1 only.
+    quants int8 or float8_e4m3fn [*stack, out, in], or nibbles uint8 [*stack, out, in/2]: byte j of a block's 16 holds
+    element j in the low nibble and element j+16 in the high one. scales, mins float16 or float32 [*stack, out, groups],
+    where `groups` divides in/32. high_bits uint8 [*stack, out, in/32 * 4 * bits]: for every block and bit, the lower
+    bit first, 32 bits from the lowest of the first byte on. scale_factors, min_factors int8 [*stack, out, in/32], or
+    in/16 where each half of a block has its own.
     """
 
     quants: Array
     scales: Array
     mins: Array | None
     kind: QuantKind
+    high_bits: Array | None = None
+    scale_factors: Array | None = None
+    min_factors: Array | None = None
 
     @property
     def out_features(self) -> int:
-        return self.scales.shape[-2]
+        return self.quants.shape[-2]
 
     @property
     def in_features(self) -> int:
-        return self.scales.shape[-1] * BLOCK_SIZE
+        return self.quants.shape[-1] * (1 if FORMS[self.kind].is_bytes else 2)
 
     @property
     def stack(self) -> tuple[int, ...]:
-        return tuple(self.scales.shape[:-2])
+        return tuple(self.quants.shape[:-2])
 
     @property
     def nbytes(self) -> int:
         return _nbytes(self)
 
 
-Weight = DenseWeight | BlockQuantWeight
+StoredWeight = DenseWeight | BlockQuantWeight
 
 
-def take_layer(weight: Weight, layer: LayerIndex) -> Weight:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["parts", "which", "at"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, eq=False)
+class MixedWeight:
+    """A stack whose entries are stored in different ways: entry i is entry at[i] of parts[which[i]].
+
+    which, at [entries] i32, along the first axis of the stack; the parts differ in its size and in nothing else.
+    """
+
+    parts: tuple[StoredWeight, ...]
+    which: Array
+    at: Array
+
+    @property
+    def out_features(self) -> int:
+        return self.parts[0].out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        return (self.which.shape[0], *self.parts[0].stack[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self)
+
+
+Weight = StoredWeight | MixedWeight
+
+
+def flatten_stack(weight: Weight) -> Weight:
+    """A stack [a, b, ...] as [a * b, ...]."""
+    if not isinstance(weight, MixedWeight):
+        return _flat(weight)
+    count = weight.stack[1]
+    at = jnp.asarray(weight.at)[:, None] * count + jnp.arange(count)
+    return MixedWeight(tuple(map(_flat, weight.parts)), jnp.repeat(weight.which, count), at.reshape(-1))
+
+
+def _flat(weight: StoredWeight) -> StoredWeight:
+    flat: StoredWeight = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weight)
+    return flat
+
+
+def take_layer(weight: StoredWeight, layer: LayerIndex) -> StoredWeight:
     """Entry `layer` of the first stack axis; `layer` may be traced. XLA may copy the entry."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, axis=0, keepdims=False), weight)
 
 
-def take_rows(weight: Weight, rows: Array) -> Weight:
+def take_rows(weight: StoredWeight, rows: Array) -> StoredWeight:
     """Rows `rows` [n] int of an unstacked weight [out, in], as a weight [n, in]; out of range is clamped."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), weight)
 
 
-def dequantize(weight: Weight, dtype: jax.typing.DTypeLike) -> jax.Array:
+def take_columns(weight: BlockQuantWeight, start: int, stop: int) -> BlockQuantWeight:
+    """Columns [start, stop) of every row, whole blocks. `start` is a multiple of their number, as in slices of equal
+    length; groups that such slices cut become smaller ones, of the same size in all of them.
+    """
+    in_features = weight.in_features
+
+    def cut(part: Array) -> Array:
+        each = in_features // part.shape[-1] if part.shape[-1] < in_features else 1
+        finer = math.gcd(each, stop - start)
+        part = part.repeat(each // finer, axis=-1) if finer < each else part
+        return part[..., start * part.shape[-1] // in_features : stop * part.shape[-1] // in_features]
+
+    return jax.tree.map(cut, weight)
+
+
+def pack_nibbles(values: np.ndarray) -> np.ndarray:
+    """Numbers below 16, uint8 [..., in], as the quants [..., in/2] of a weight."""
+    halves = values.reshape(*values.shape[:-1], -1, 2, BLOCK_SIZE // 2)
+    packed: np.ndarray = halves[..., 0, :] | halves[..., 1, :] << 4
+    return packed.reshape(*values.shape[:-1], -1)
+
+
+def dequantize(weight: StoredWeight, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The values [*stack, out, in], computed in float32 and rounded once to `dtype`."""
     if isinstance(weight, DenseWeight):
         return jnp.asarray(weight.values).astype(dtype)
-    blocks = _unpack_quants(weight).astype(jnp.float32)
-    values = blocks * jnp.asarray(weight.scales).astype(jnp.float32)[..., None]
+    runs = weight.in_features // BLOCK_SIZE * max(1, FORMS[weight.kind].block_factors)
+    quants = _unpack_quants(weight).astype(jnp.float32)
+    values = quants.reshape(*quants.shape[:-1], runs, -1) * _per_run(weight.scales, weight.scale_factors, runs)
     if weight.mins is not None:
-        values = values + jnp.asarray(weight.mins).astype(jnp.float32)[..., None]
-    return values.reshape(*weight.stack, weight.out_features, weight.in_features).astype(dtype)
+        values = values + _per_run(weight.mins, weight.min_factors, runs)
+    return values.reshape(quants.shape).astype(dtype)
+
+
+def _per_run(groups: Array, factors: Array | None, runs: int) -> jax.Array:
+    """A group's number times its factors, [*stack, out, runs, 1] f32."""
+    numbers = jnp.asarray(groups).astype(jnp.float32)
+    if numbers.shape[-1] < runs:
+        numbers = jnp.repeat(numbers, runs // numbers.shape[-1], axis=-1)
+    if factors is not None:
+        numbers = numbers * jnp.asarray(factors).astype(jnp.float32)
+    return numbers[..., None]
 
 
 def _unpack_quants(weight: BlockQuantWeight) -> jax.Array:
-    """Integer quants [*stack, out, in/32, 32], q4_0's offset of 8 taken off."""
-    quants = jnp.asarray(weight.quants)
-    block_count = weight.in_features // BLOCK_SIZE
-    if weight.kind == "q8_0":
-        return quants.reshape(*weight.stack, weight.out_features, block_count, BLOCK_SIZE)
-    packed = quants.reshape(*weight.stack, weight.out_features, block_count, BLOCK_SIZE // 2)
-    nibbles = jnp.concatenate([packed & 0xF, packed >> 4], axis=-1).astype(jnp.int8)
-    return nibbles - jnp.int8(8) if weight.kind == "q4_0" else nibbles
+    """Quants [*stack, out, in], offset taken off: int8, or float8."""
+    form, quants = FORMS[weight.kind], jnp.asarray(weight.quants)
+    if form.is_bytes:
+        return quants
+    blocks = weight.in_features // BLOCK_SIZE
+    packed = quants.reshape(*quants.shape[:-1], blocks, BLOCK_SIZE // 2)
+    unpacked = jnp.concatenate([packed & 0xF, packed >> 4], axis=-1)
+    if weight.high_bits is not None:
+        words = jnp.asarray(weight.high_bits).reshape(*quants.shape[:-1], blocks, form.high_bits, BLOCK_SIZE // 8, 1)
+        bits = (words >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(*words.shape[:-2], BLOCK_SIZE)
+        unpacked = unpacked | functools.reduce(
+            jnp.bitwise_or, (bits[..., bit, :] << (4 + bit) for bit in range(form.high_bits))
+        )
+    return (unpacked.astype(jnp.int8) - jnp.int8(form.offset)).reshape(*quants.shape[:-1], weight.in_features)
 
 
 def _nbytes(weight: Weight) -> int:

@@ -29,6 +29,8 @@ from kv_serving.serve_command import serve
 from kv_serving.session import (
     PromptOptionError,
     SamplingOptions,
+    adapter_of_each,
+    check_can_chat,
     config_for_jobs,
     encode_prompts,
     make_job,
@@ -93,6 +95,12 @@ def generate(
         ),
     ] = None,
     system: System = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIRECTORY", help="A PEFT LoRA adapter, for all prompts; or one for each of them, in order."
+        ),
+    ] = None,
     dtype: Dtype = "float32",
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
@@ -119,14 +127,21 @@ def generate(
     if not prompt:
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each prompt")
     pool_bytes = parse_byte_size(kv_pool_bytes)
+    adapters = adapter_of_each(prompt, adapter or ())
     speaks = process_options.join(coordinator, num_processes, process_id, tensor_parallel, peer_timeout)
     progress = Console(stderr=True, quiet=not speaks)
     loaded = open_model(model, dtype, progress, tensor_parallel)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
-    jobs = [make_job(loaded, ids, params, stop or ()) for ids in encode_prompts(loaded, prompt, chat, system)]
-    config = config_for_jobs(jobs, loaded.spec, pool_bytes, tokens_per_page, compilation_cache=compilation_cache)
+    token_ids = encode_prompts(loaded, prompt, chat, system)
+    jobs = [
+        make_job(loaded, ids, params, stop or (), directory) for ids, directory in zip(token_ids, adapters, strict=True)
+    ]
+    ranks = [loaded.read_adapter(directory).rank for directory in dict.fromkeys(adapter or ())]
+    config = config_for_jobs(
+        *(jobs, loaded.spec, pool_bytes, tokens_per_page), adapter_ranks=ranks, compilation_cache=compilation_cache
+    )
     engine = start_engine(loaded, config, progress, warm_up=True, jobs=jobs)
     headings = [" ".join(text.split()) for text in prompt]
     view = OrderedView(io.StringIO(), None) if as_json else choose_view(Console(), sys.stdout, headings)
@@ -155,6 +170,7 @@ def chat(
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     compilation_cache: CompilationCache = True,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Talk with a model; /reset begins anew, /exit leaves."""
     from kv_execution import EngineConfig
@@ -168,10 +184,11 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (with it input() edits lines and recalls earlier ones; not every platform has it)
     progress = Console(stderr=True)
-    loaded = open_model(model, dtype, progress)
+    loaded = open_model(model, dtype, progress, tensor_parallel)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
+    check_can_chat(loaded)
     # Shapes compile when a conversation first reaches them: warming up all of the context would keep the user waiting.
     engine = start_engine(loaded, config, progress, warm_up=False)
     print(f"{loaded.spec.name}. {HELP}.", file=sys.stderr)
@@ -186,12 +203,13 @@ def inspect(
     dtype: Dtype = "float32",
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Print what fits in memory: parameters, pages and the tokens they hold, shapes, provider. Allocates no pool."""
     from kv_execution import EngineConfig, PagedEngine
 
     config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page)
-    loaded = open_model(model, dtype, Console(stderr=True))
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
 

@@ -31,6 +31,7 @@ class Job:
     token_ids: Sequence[int]
     params: "SamplingParams"
     assembly: TextAssembly
+    adapter: str | None = None
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -73,7 +74,7 @@ def run_jobs(
         JaxkvError: a job that the engine refuses.
     """
     started_s = time.perf_counter()
-    running = {batcher.submit(job.token_ids, job.params): index for index, job in enumerate(jobs)}
+    running = {batcher.submit(job.token_ids, job.params, adapter=job.adapter): index for index, job in enumerate(jobs)}
     decode_started_s = started_s
     decode_tokens, waiting_for_first = 0, set(running)
     while batcher.has_unfinished:

@@ -1,5 +1,6 @@
 """The plain text of `jaxkv inspect`: what an engine would allocate and compile, one fact a line."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ def plan_lines(plan: "EnginePlan") -> list[str]:
         ("page", f"{layout.tokens_per_page} tokens, {format_byte_size(layout.bytes_per_page)} in {layout.dtype}"),
         ("pool", f"{layout.num_pages:,} pages in {format_byte_size(layout.total_pool_bytes)}, 1 of them padding"),
         ("holds", f"{layout.usable_tokens:,} tokens, {_full_requests(plan)}"),
+        ("memory", _memory(plan)),
         ("provider", f"{plan.provider} on {plan.platform}: {plan.provider_reason}"),
         ("shapes", f"{len(plan.shapes)} step programs to compile, as tokens x rows: K/V lengths"),
     ]
@@ -40,6 +42,16 @@ def shape_lines(shapes: Sequence["StepShape"], indent: int) -> list[str]:
         f"{'':{indent}}{size:>{width}}: {' '.join(str(length) for length in sorted(each))}"
         for size, each in zip(sizes, lengths.values(), strict=True)
     ]
+
+
+def _memory(plan: "EnginePlan") -> str:
+    """What the plan takes beside what there is, since no pool is allocated that would show it."""
+    needed = plan.spec.parameter_bytes + plan.layout.total_pool_bytes
+    if plan.platform != "cpu" or not hasattr(os, "sysconf"):
+        return f"{format_byte_size(needed)} for parameters and pools"
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    verdict = "this machine has" if needed <= present else "too much: this machine has only"
+    return f"{format_byte_size(needed)} for parameters and pools; {verdict} {format_byte_size(present)}"
 
 
 def _full_requests(plan: "EnginePlan") -> str:

@@ -36,6 +36,8 @@ def join(
         raise ProcessOptionError(
             "several processes need --coordinator, --num-processes and --process-id: give all three"
         )
+    if num_processes == 1:
+        raise ProcessOptionError("--num-processes is 1, and one process meets nobody: leave out the three options")
     if tensor_parallel == 1:
         raise ProcessOptionError(
             f"with --tp 1 each of {num_processes} processes would generate for itself: give --tp {num_processes}, or a "

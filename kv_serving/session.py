@@ -62,8 +62,10 @@ class SamplingOptions:
 
 def open_model(source: str, dtype: str, console: Console, tensor_parallel: int = 1) -> "LoadedModel":
     """Load `source` over `tensor_parallel` devices with a progress bar. Raises what `load_model` raises."""
+    from kv_kernels.selection import current_platform
     from models import load_model
 
+    current_platform()  # refuses a platform that is not there before anything is read
     with load_progress(console) as progress:
         model = load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
     release_unused_memory()
@@ -77,6 +79,13 @@ def tokenizer_of(model: "LoadedModel") -> "Tokenizer":
     return model.tokenizer
 
 
+def check_can_chat(model: "LoadedModel") -> None:
+    """Raises PromptOptionError where the model has no chat template or no tokenizer."""
+    if model.chat_template is None:
+        raise PromptOptionError(f"{model.spec.name} has no chat template: complete raw text with generate --raw")
+    tokenizer_of(model)
+
+
 def encode_chat(
     model: "LoadedModel", messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
@@ -85,8 +94,8 @@ def encode_chat(
 
     Raises PromptOptionError where the model has no template, ChatTemplateError where it refuses the messages.
     """
-    if model.chat_template is None:
-        raise PromptOptionError(f"{model.spec.name} has no chat template: complete raw text with generate --raw")
+    check_can_chat(model)
+    assert model.chat_template is not None
     return tokenizer_of(model).encode(model.chat_template.render(messages, tools=tools), add_special=False)
 
 
@@ -114,17 +123,41 @@ def opening_messages(system: str | None, prompt: str) -> list[Message]:
     return [*opening, {"role": "user", "content": prompt}]
 
 
-def make_job(model: "LoadedModel", token_ids: Sequence[int], params: "SamplingParams", stops: Sequence[str]) -> Job:
+def make_job(
+    model: "LoadedModel",
+    token_ids: Sequence[int],
+    params: "SamplingParams",
+    stops: Sequence[str],
+    adapter: str | None = None,
+) -> Job:
     """One prompt, ready to run. Raises StopStringError for an empty stop string."""
     from models import StreamDecoder
 
-    return Job(token_ids, params, TextAssembly(StreamDecoder(tokenizer_of(model)), StopStrings(stops)))
+    return Job(token_ids, params, TextAssembly(StreamDecoder(tokenizer_of(model)), StopStrings(stops)), adapter)
+
+
+def adapter_of_each(prompts: Sequence[str], adapters: Sequence[str]) -> Sequence[str | None]:
+    """The adapter's directory of each prompt: none, one for all, or one each. Raises PromptOptionError."""
+    if len(adapters) < 2:
+        return [adapters[0] if adapters else None] * len(prompts)
+    if len(adapters) != len(prompts):
+        raise PromptOptionError(
+            f"{len(adapters)} adapters for {len(prompts)} prompts: give --adapter once for all, or once for each prompt"
+        )
+    return adapters
 
 
 def config_for_jobs(
-    jobs: Sequence[Job], spec: ModelSpec, kv_pool_bytes: int, tokens_per_page: int, *, compilation_cache: bool
+    jobs: Sequence[Job],
+    spec: ModelSpec,
+    kv_pool_bytes: int,
+    tokens_per_page: int,
+    *,
+    adapter_ranks: Sequence[int] = (),
+    compilation_cache: bool,
 ) -> "EngineConfig":
-    """An engine for `jobs`, with pools of at most `kv_pool_bytes`. Raises EngineConfigError.
+    """An engine for `jobs`, with pools of at most `kv_pool_bytes` and room for adapters of these ranks. Raises
+    EngineConfigError.
 
     Every size is in a few coarse steps: the sizes of an engine are in all that it compiles, and what was compiled for
     one prompt should serve the next.
@@ -143,6 +176,8 @@ def config_for_jobs(
         max_step_tokens=MAX_STEP_TOKENS,
         # One prompt has nobody to share with, and a cache of prefixes begins with reading all weights for its name.
         prefix_cache=len(jobs) > 1,
+        max_adapters=len(adapter_ranks),
+        max_adapter_rank=max(adapter_ranks, default=1),
         compilation_cache=compilation_cache,
     )
 
@@ -165,6 +200,8 @@ def start_engine(
 
     engine = PagedEngine(model, config)
     plan = engine.init_paged_runtime()
+    for directory in dict.fromkeys(job.adapter for job in jobs or () if job.adapter is not None):
+        engine.adapters.load(directory, directory)
     if warm_up:
         params = None if jobs is None else [job.params for job in jobs]
         shapes = plan.shapes if params is None else engine.shapes_needed([job.token_ids for job in jobs or ()], params)

@@ -1,7 +1,8 @@
 """The networks and their loaders. `load_model` is the way in; the rest is for tests and new families."""
 
-from models.assembly import CheckpointError, LoadProgress
+from models.assembly import LoadProgress
 from models.chat_template import ChatTemplate, ChatTemplateError
+from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
 from models.decoder import Forward
 from models.generation import GenerationDefaults

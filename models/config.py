@@ -102,6 +102,7 @@ class DecoderConfig:
     qk_norm: RMSNorm of queries and keys, each head alone or the whole projection.
     norm_placement: RMSNorm of what goes into attention and MLP, of what comes out, or both.
     experts: the MLP is a mixture, intermediate_size is of one expert.
+    adapter_columns: ranks of all the low-rank adapters that there is room for beside the weights of a layer.
     """
 
     architecture: str
@@ -129,6 +130,7 @@ class DecoderConfig:
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
     experts: ExpertConfig | None = None
+    adapter_columns: int = 0
 
     def __post_init__(self) -> None:
         if self.num_layers > MAX_LAYERS:  # before anything is made for each of them

@@ -10,6 +10,7 @@ else is in the compute dtype, each product accumulated in float32 and rounded on
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from kv_kernels.experts import Experts, route
-from kv_kernels.provider import Affine, Norm, Rotation, Scoring
+from kv_kernels.provider import Affine, LowRank, Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import Split
 from kv_kernels.weights import DenseWeight, LayerIndex
@@ -84,7 +85,8 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None.
+    """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None; the pair of matrices
+    of the adapters where they have columns.
 
     `split`: how tensor parallelism spreads it. What is split by inputs goes to `StepView.add_linear`, which adds its
     bias once, so that every rank has all of that.
@@ -98,15 +100,24 @@ class Linear(nnx.Module):
         split: Split,
         bias: bool = False,
         stack: tuple[int, ...] = (),
+        adapter_columns: int = 0,
     ) -> None:
         self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))), split=split)
         bias_split = "whole" if split == "inputs" else split
         self.bias = nnx.Param(_abstract((*stack, out_features)), split=bias_split) if bias else None
+        # The columns of adapters are whole on every rank: what is split is what the weight has split.
+        shape_in, shape_out = (*stack, adapter_columns, in_features), (*stack, out_features, adapter_columns)
+        split_in, split_out = ("inputs", "whole") if split == "inputs" else ("whole", split)
+        self.adapter_in = nnx.Param(DenseWeight(_abstract(shape_in)), split=split_in) if adapter_columns else None
+        self.adapter_out = nnx.Param(DenseWeight(_abstract(shape_out)), split=split_out) if adapter_columns else None
 
     @property
     def matrix(self) -> Affine:
         """What a product takes."""
-        return Affine(self.weight.get_value(), None if self.bias is None else self.bias.get_value())
+        adapters = None
+        if self.adapter_in is not None and self.adapter_out is not None:
+            adapters = LowRank(self.adapter_in.get_value(), self.adapter_out.get_value())
+        return Affine(self.weight.get_value(), None if self.bias is None else self.bias.get_value(), adapters)
 
 
 def _qk_norm(config: DecoderConfig, features: int, split: Split) -> RMSNorm | None:
@@ -123,12 +134,13 @@ class Attention(nnx.Module):
     """Grouped-query attention through the step's K/V view; the scale is always passed explicitly."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        stack, bias = (config.num_layers,), config.attention_bias
+        linear = functools.partial(Linear, stack=(config.num_layers,), adapter_columns=config.adapter_columns)
+        hidden, bias = config.hidden_size, config.attention_bias
         q_features, kv_features = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(config.hidden_size, q_features, split="outputs", bias=bias, stack=stack)
-        self.k = Linear(config.hidden_size, kv_features, split="kv_outputs", bias=bias, stack=stack)
-        self.v = Linear(config.hidden_size, kv_features, split="kv_outputs", bias=bias, stack=stack)
-        self.o = Linear(q_features, config.hidden_size, split="inputs", bias=config.output_bias, stack=stack)
+        self.q = linear(hidden, q_features, split="outputs", bias=bias)
+        self.k = linear(hidden, kv_features, split="kv_outputs", bias=bias)
+        self.v = linear(hidden, kv_features, split="kv_outputs", bias=bias)
+        self.o = linear(q_features, hidden, split="inputs", bias=config.output_bias)
         self.q_norm = _qk_norm(config, q_features, "outputs")
         self.k_norm = _qk_norm(config, kv_features, "kv_outputs")
         self.qk_norm, self.head_dim = config.qk_norm, config.head_dim
@@ -159,10 +171,12 @@ class Mlp(nnx.Module):
     """x + down(activation(gate(x)) * up(x)), with the norms of its block."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        stack, bias = (config.num_layers,), config.mlp_bias
-        self.gate = Linear(config.hidden_size, config.intermediate_size, split="outputs", bias=bias, stack=stack)
-        self.up = Linear(config.hidden_size, config.intermediate_size, split="outputs", bias=bias, stack=stack)
-        self.down = Linear(config.intermediate_size, config.hidden_size, split="inputs", bias=bias, stack=stack)
+        linear = functools.partial(
+            Linear, stack=(config.num_layers,), bias=config.mlp_bias, adapter_columns=config.adapter_columns
+        )
+        self.gate = linear(config.hidden_size, config.intermediate_size, split="outputs")
+        self.up = linear(config.hidden_size, config.intermediate_size, split="outputs")
+        self.down = linear(config.intermediate_size, config.hidden_size, split="inputs")
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, block: Block, step: StepView, layer: LayerIndex) -> jax.Array:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.assembly import CheckpointError
+from models.checkpoint import CheckpointError
 from models.config import UnsupportedModelError
 
 MAGIC = b"GGUF"
@@ -39,20 +39,20 @@ STORAGE_TYPES = {
     1: StorageType("F16", 1, 2),
     2: StorageType("Q4_0", 32, 18),
     3: StorageType("Q4_1", 32, 20),
+    6: StorageType("Q5_0", 32, 22),
+    7: StorageType("Q5_1", 32, 24),
     8: StorageType("Q8_0", 32, 34),
+    12: StorageType("Q4_K", 256, 144),
+    13: StorageType("Q5_K", 256, 176),
+    14: StorageType("Q6_K", 256, 210),
     30: StorageType("BF16", 1, 2),
 }
 # Names only, so that a file in one of these is refused by name.
 _OTHER_TYPES = {
     **{
-        6: "Q5_0",
-        7: "Q5_1",
         9: "Q8_1",
         10: "Q2_K",
         11: "Q3_K",
-        12: "Q4_K",
-        13: "Q5_K",
-        14: "Q6_K",
         15: "Q8_K",
         16: "IQ2_XXS",
     },

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: Q8_0, Q4_0 and Q4_1 stay quantized, F32, F16 and BF16 are dense."""
+"""A GGUF file as a checkpoint: quantized matrices stay so, F32, F16 and BF16 are dense."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kv_kernels.weights import BlockQuantWeight, QuantKind
-from models.assembly import Tensor
+from kv_kernels.weights import QuantKind, take_columns
+from models.checkpoint import Tensor
+from models.gguf_blocks import BLOCKS, split_blocks
 from models.gguf_file import read_gguf
 from models.placement import Index, whole_index
 
 _DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_KINDS: dict[str, QuantKind] = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
-
-# One block in the file. Quants are in units of 16 bytes, of which only complex numbers are: numpy copies those whole,
-# and single bytes one by one.
-_BLOCKS = {
-    "q8_0": np.dtype([("scales", np.float16), ("quants", np.complex128, 2)]),
-    "q4_0": np.dtype([("scales", np.float16), ("quants", np.complex128, 1)]),
-    "q4_1": np.dtype([("scales", np.float16), ("mins", np.float16), ("quants", np.complex128, 1)]),
-}
+_KINDS = {kind.upper(): kind for kind in BLOCKS}
 
 
 class GgufCheckpoint:
@@ -60,8 +53,9 @@ class GgufCheckpoint:
         *rows, columns = index
         size, width = tensor.storage.block_size, tensor.storage.block_bytes
         data = tensor.data.reshape(*tensor.shape[:-1], -1)
-        part = data[(*rows, slice(columns.start // size * width, columns.stop // size * width))]
-        return split_blocks(part, kind)
+        first, last = columns.start // size, -(-columns.stop // size)
+        part = split_blocks(data[(*rows, slice(first * width, last * width))], kind)
+        return take_columns(part, columns.start - first * size, columns.stop - first * size)
 
     def release(self) -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
@@ -72,15 +66,3 @@ class GgufCheckpoint:
         if name not in self._tensors:
             return None
         return tuple(np.asarray(self.read(name), np.float64).reshape(-1).tolist())
-
-
-def split_blocks(rows: np.ndarray, kind: QuantKind) -> BlockQuantWeight:
-    """GGUF's interleaved blocks, uint8 [*stack, out, bytes], as the parts of a quantized weight (numpy, copied)."""
-    blocks = rows.view(_BLOCKS[kind])
-    quants = np.ascontiguousarray(blocks["quants"]).view(np.int8 if kind == "q8_0" else np.uint8)
-    return BlockQuantWeight(
-        quants=quants.reshape(*rows.shape[:-1], -1),
-        scales=np.ascontiguousarray(blocks["scales"]),
-        mins=np.ascontiguousarray(blocks["mins"]) if kind == "q4_1" else None,
-        kind=kind,
-    )

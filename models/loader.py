@@ -23,10 +23,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
+from kv_kernels.adapters import AdapterCapacity
 from kv_kernels.step_view import StepView
-from kv_kernels.tensor_parallel import TensorMesh
-from models.assembly import CheckpointError, ProgressCallback, assemble, parameter_shapes
+from kv_kernels.tensor_parallel import TensorMesh, TensorParallelError
+from models.adapted_model import AdaptedModel
+from models.assembly import ProgressCallback, assemble, parameter_shapes
 from models.chat_template import ChatTemplate, template_from_directory, template_from_gguf
+from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
 from models.config_fields import ConfigFields, read_json
 from models.decoder import Decoder, Forward
@@ -35,8 +38,11 @@ from models.families.gguf_model import GgufModel
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
+from models.lora import Adapter, read_adapter
 from models.placement import mesh_for, update_with_content
+from models.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
 from models.safetensors_loader import SafetensorsCheckpoint
+from models.spreading import spread_parameters
 from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
 
 logger = logging.getLogger(__name__)
@@ -68,6 +74,30 @@ class LoadedModel:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
         return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
 
+    def spread(self, tensor_parallel: int | Mesh) -> LoadedModel:
+        """The same model over so many devices, or a mesh as `load_model` takes it; this one stays as it is.
+
+        Raises TensorParallelError, also for a model that is spread already.
+        """
+        if self.tensor_mesh is not None:
+            raise TensorParallelError(
+                f"{self.spec.name} is spread over {self.tensor_mesh.width} devices already: load it anew for "
+                "another mesh"
+            )
+        mesh = mesh_for(self.decoder.config, tensor_parallel)
+        if mesh is None:
+            return self
+        params = spread_parameters(self.params, parameter_shapes(self.decoder), mesh)
+        return dataclasses.replace(self, params=params, tensor_mesh=mesh)
+
+    def read_adapter(self, directory: str | Path) -> Adapter:
+        """The PEFT LoRA adapter in a directory. Raises what `models.lora.read_adapter` raises."""
+        return read_adapter(directory, self.decoder)
+
+    def with_adapters(self, slots: int, rank: int) -> AdaptedModel:
+        """The model with room for `slots` adapters of at most `rank`; it shares the parameters."""
+        return AdaptedModel(self, AdapterCapacity(slots, rank))
+
     @functools.cached_property
     def _graph(self) -> nnx.GraphDef:
         return nnx.split(self.decoder)[0]
@@ -96,8 +126,8 @@ def load_model(
 
     dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
     are. tensor_parallel is the number of devices to spread the model over, or a mesh of the user's that has the axes
-    `kv_head_shard` and `kv_head_replica`; an engine follows it. It is said here and not to the engine, because
-    parameters go to their devices as they are read: a model that no single device could hold never has to be on one.
+    `kv_head_shard` and `kv_head_replica`; an engine follows it. Said here, parameters go to their devices as they are
+    read, and a model that no single device could hold never has to be on one; said to the engine, they are copied.
 
     Raises:
         CheckpointError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError: one line each,
@@ -135,9 +165,10 @@ def _load_directory(
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
     _check_architectures(raw, family)
+    quantization = raw.pop("quantization_config", None)
     config = family.hf_config(ConfigFields(raw, "config.json"))
     decoder = Decoder(config, dtype)
-    checkpoint = SafetensorsCheckpoint(directory)
+    checkpoint = open_checkpoint(directory, quantization)
     if config.tied_embeddings:
         _drop_tied_copy(checkpoint, family)
     mesh = mesh_for(config, tensor_parallel)
@@ -241,12 +272,13 @@ def _check_architectures(raw: dict[str, Any], family: Family) -> None:
         )
 
 
-def _drop_tied_copy(checkpoint: SafetensorsCheckpoint, family: Family) -> None:
+def _drop_tied_copy(checkpoint: SafetensorsCheckpoint | QuantizedCheckpoint, family: Family) -> None:
     """Some writers save the tied output matrix as well; a copy is dropped, a different one is a contradiction."""
     copy, original = family.hf_names["output.weight"], family.hf_names["embedding.weight"]
     if copy not in checkpoint.names or original not in checkpoint.names:
         return
-    if not np.array_equal(checkpoint.read(copy), checkpoint.read(original)):
+    ours, theirs = checkpoint.read(original), checkpoint.read(copy)
+    if not (isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(ours, theirs)):
         raise CheckpointError(
             f"{checkpoint.origin}: {copy} differs from {original} though tie_word_embeddings is true: fix the "
             "configuration"

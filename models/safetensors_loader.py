@@ -6,40 +6,43 @@ one line and not a crash in the middle of loading. A tensor is copied into memor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # the library reads BF16 through it, and does not import it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from models.assembly import CheckpointError
+from models.checkpoint import CheckpointError
 from models.config_fields import read_json
 from models.placement import Index
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-# The library reads BF16 through ml_dtypes, which has to be imported for numpy to know the name.
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+FLOAT_TYPES = ("F32", "F16", "BF16")
+FLOAT8_TYPE = "F8_E4M3"
 
 
 class SafetensorsCheckpoint:
     """The tensors of a model directory (see `models.assembly.Checkpoint`).
 
     Raises:
-        CheckpointError: no safetensors, a missing shard, a truncated or malformed file, a tensor type other than
-            F32, F16 and BF16.
+        CheckpointError: no safetensors, a missing shard, a truncated or malformed file, a tensor of a type that is
+            not among `types`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, types: Collection[str] = FLOAT_TYPES) -> None:
         self.origin = str(directory)
+        self._types = types
+        self._headers: dict[Path, dict[str, Any]] = {}
         self._paths: dict[str, Path] = {}
         self._files: dict[Path, Any] = {}
         placed = _index(directory)
         for path in sorted(set(placed.values())) if placed else [_single(directory)]:
-            self._files[path] = _open(path)
+            self._files[path] = _open(path, types)
             self._paths |= dict.fromkeys(self._files[path].keys(), path)
         for name, path in placed.items():
             if name not in self._paths:
@@ -52,10 +55,16 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of(name).get_slice(name).get_shape())
 
+    def stored_type(self, name: str) -> str:
+        return str(self._file_of(name).get_slice(name).get_dtype())
+
     def quantization(self, name: str) -> None:
         """Always dense."""
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
+        if self.stored_type(name) == FLOAT8_TYPE:
+            whole = self._read_float8(name)
+            return whole if index is None else whole[index]
         if index is None:
             return self._file_of(name).get_tensor(name)
         return self._file_of(name).get_slice(name)[index]
@@ -68,10 +77,21 @@ class SafetensorsCheckpoint:
         """Forget a tensor that the caller has dealt with."""
         del self._paths[name]
 
+    def _read_float8(self, name: str) -> np.ndarray:
+        """What the library cannot give as numpy: its bytes, from where the header of its file says."""
+        path = self._paths[name]
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if path not in self._headers:
+                self._headers[path] = json.loads(file.read(size))
+            begin, end = self._headers[path][name]["data_offsets"]
+            file.seek(8 + size + begin)
+            return np.fromfile(file, ml_dtypes.float8_e4m3fn, end - begin).reshape(self.shape(name))
+
     def _file_of(self, name: str) -> Any:
         path = self._paths[name]
         if path not in self._files:
-            self._files[path] = _open(path)
+            self._files[path] = _open(path, self._types)
         return self._files[path]
 
 
@@ -107,7 +127,7 @@ def _single(directory: Path) -> Path:
     raise CheckpointError(f"{directory} has no {SINGLE_NAME} and no {INDEX_NAME}: convert the weights to safetensors")
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, types: Collection[str]) -> Any:
     try:
         file = safe_open(path, framework="numpy")
     except OSError as error:
@@ -122,9 +142,9 @@ def _open(path: Path) -> Any:
         dtype = file.get_slice(name).get_dtype()
         if not name.isprintable():
             raise CheckpointError(f"{path} is damaged (the name {name!r}): get it again")
-        if dtype not in _DTYPES:
+        if dtype not in types:
             raise CheckpointError(
-                f"{path}: {name} is stored as {dtype}, implemented are {', '.join(_DTYPES)}: use an unquantized "
+                f"{path}: {name} is stored as {dtype}, implemented are {', '.join(types)}: use an unquantized "
                 "checkpoint or a GGUF"
             )
     return file

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.composition import ComposedKernels
+from kv_kernels.composition import ComposedKernels, switch_part
 from kv_kernels.native.library import NativeUnavailableError, load_library
 from kv_kernels.provider import (
     Activation,
@@ -27,7 +27,7 @@ from kv_kernels.provider import (
     Rotation,
     Scoring,
 )
-from kv_kernels.weights import DenseWeight, LayerIndex, Weight
+from kv_kernels.weights import DenseWeight, LayerIndex, MixedWeight, StoredWeight, Weight
 
 POOL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -91,6 +91,8 @@ class NativeProvider:
     def product(
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
+        if isinstance(weight, MixedWeight):
+            return switch_part(weight, layer, lambda part, at: self.product(x, part, at, out_dtype))
         (out,) = self.linear(x, (Affine(weight),), layer, out_dtype=out_dtype)
         return out
 
@@ -105,8 +107,9 @@ class NativeProvider:
         activation: Activation | None = None,
         out_dtype: jax.typing.DTypeLike | None = None,
     ) -> tuple[jax.Array, ...]:
-        storages = {(_kind(matrix.weight), jax.tree.leaves(matrix.weight)[0].dtype) for matrix in matrices}
-        if len(storages) > 1:  # each way of storing weights reads x in a form of its own
+        weights = [matrix.weight for matrix in matrices if not isinstance(matrix.weight, MixedWeight)]
+        # Each way of storing weights reads x in a form of its own.
+        if len(weights) < len(matrices) or len({_storage(weight) for weight in weights}) > 1:
             return ComposedKernels.linear(
                 *(self, x, matrices, layer),
                 norm=norm,
@@ -126,7 +129,10 @@ class NativeProvider:
                 x,
                 _index(0 if layer is None else layer),
                 *operands,
-                kinds=",".join(_kind(each.weight) + ("" if each.bias is None else "+bias") for each in matrices),
+                kinds=",".join(
+                    _kind(weight) + ("" if each.bias is None else "+bias")
+                    for weight, each in zip(weights, matrices, strict=True)
+                ),
                 norm_eps=np.float32(-1 if norm is None else norm.eps),
                 has_residual=residual is not None,
                 activation=activation or "",
@@ -155,7 +161,7 @@ class NativeProvider:
         values, *after = call(*operands, *pools, num_pages=num_pages, **_attributes(scoring))
         return CacheAttended(values, PoolPair(*after))
 
-    def embed(self, token_ids: jax.Array, weight: Weight) -> jax.Array:
+    def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         result = jax.ShapeDtypeStruct((token_ids.shape[0], weight.in_features), jnp.float32)
         out: jax.Array = _call("jaxkv_embed", result)(
             token_ids, _index(0), *jax.tree.leaves(weight), kind=_kind(weight)
@@ -185,5 +191,10 @@ def _attributes(scoring: Scoring) -> dict[str, Any]:
     }
 
 
-def _kind(weight: Weight) -> str:
+def _storage(weight: StoredWeight) -> tuple[Any, ...]:
+    """What two weights have in common that read x in one form."""
+    return (_kind(weight), *((leaf.dtype, leaf.shape[-1]) for leaf in jax.tree.leaves(weight)))
+
+
+def _kind(weight: StoredWeight) -> str:
     return "dense" if isinstance(weight, DenseWeight) else weight.kind

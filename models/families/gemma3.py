@@ -22,7 +22,8 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
     stated = "sliding_window_pattern" if "sliding_window_pattern" in fields else "_sliding_window_pattern"
     fields.skip("_sliding_window_pattern")
     period = positive(fields, stated, _PERIOD)
-    windows = windows_of(fields, fields.take("sliding_window", int, 4096), lambda layer: (layer + 1) % period != 0)
+    window = fields.take("sliding_window", int, None if fields.states("sliding_window") else 4096)
+    windows = windows_of(fields, window, lambda layer: (layer + 1) % period != 0)
     everywhere = rope_of(fields, theta=1e6, layer_type="full_attention")
     nearby = RopeConfig(theta=fields.take("rope_local_base_freq", float, 10000.0))
     if "sliding_attention" in (fields.peek("rope_parameters") or {}):

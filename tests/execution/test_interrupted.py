@@ -13,7 +13,7 @@ PROMPT = np.arange(3, 40)
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
-@pytest.mark.parametrize("where", ["_run", "collect"])
+@pytest.mark.parametrize("where", ["forward", "choose", "collect"])
 def test_an_engine_whose_step_was_cut_off_refuses_work_until_it_starts_afresh(monkeypatch, where, step):
     engine = make_engine(golden_model("llama"), max_step_tokens=16)
     expected = engine.generate([PROMPT], GREEDY)[0].tokens

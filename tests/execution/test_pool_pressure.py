@@ -116,6 +116,8 @@ def test_handles_that_do_not_fit_are_refused_and_change_nothing():
     engine.release(held.handle)
     with pytest.raises(StaleHandleError):
         engine.release(held.handle)
+    with pytest.raises(StaleHandleError, match="12345 is no handle"):
+        engine.release(12345)
     assert engine.stats().pages_in_use == 0
 
 

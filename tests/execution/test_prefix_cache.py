@@ -11,6 +11,7 @@ from benchmarks.random_llama import write_random_llama
 from kv_control.prefix_values import MissReason
 from kv_control.scheduler import Scheduler
 from kv_execution import PagedEngine, SamplingParams
+from kv_execution.adapters import WITHOUT
 from models import load_model
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -89,7 +90,7 @@ def test_other_weights_under_the_same_name_hit_nothing(tmp_path):
         load_model(write_random_llama(tmp_path / str(seed) / "same-name", layers=2, seed=seed)) for seed in (0, 1)
     ]
     assert models[0].spec == models[1].spec
-    assert len({make_engine(model)._namespace_of("") for model in models}) == 2
+    assert len({make_engine(model)._namespace_of("", WITHOUT) for model in models}) == 2
 
 
 def test_a_request_may_decline_the_cache(prompt, cold):

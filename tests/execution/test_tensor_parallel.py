@@ -11,7 +11,7 @@ from engine_case import GOLDEN, golden_prompts, make_engine
 from jax.sharding import Mesh
 
 from benchmarks.random_llama import write_random_llama
-from kv_execution import EngineConfig, EngineConfigError, PagedEngine, SamplingParams, engine
+from kv_execution import EngineConfig, PagedEngine, SamplingParams, planning
 from kv_kernels.selection import choose_provider
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
 from models import LoadedModel, load_model
@@ -226,11 +226,25 @@ def test_a_mesh_without_the_axes_or_in_another_shape_is_refused(checkpoint):
         load_model(checkpoint(2), tensor_parallel=wrong)
 
 
-def test_an_engine_that_expects_another_width_says_where_it_is_set(checkpoint):
-    with pytest.raises(
-        EngineConfigError, match=r"spread over 1 devices; load it with load_model\(..., tensor_parallel=2\)"
-    ):
-        PagedEngine(load_model(checkpoint(2)), EngineConfig(tensor_parallel=2))
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_an_engine_spreads_a_model_that_is_on_one_device(kv_heads, checkpoint):
+    model = load_model(checkpoint(kv_heads))
+    paged = make_engine(model, **ONE_ROW, tensor_parallel=2)
+    assert paged.describe().layout.kv_head_shards == 2
+    assert paged.generate([prompts()[0]], GREEDY)[0].tokens == tokens_on_one_device(checkpoint(kv_heads))[0]
+    assert model.tensor_mesh is None
+
+
+def test_a_spread_model_is_the_one_that_was_loaded_so(checkpoint):
+    spread, loaded = load_model(checkpoint(2)).spread(4), load_model(checkpoint(2), tensor_parallel=4)
+    assert spread.fingerprint == loaded.fingerprint
+    for ours, theirs in zip(jax.tree.leaves(spread.params), jax.tree.leaves(loaded.params), strict=True):
+        assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
+
+
+def test_a_spread_model_is_not_spread_again(checkpoint):
+    with pytest.raises(TensorParallelError, match="spread over 2 devices already: load it anew"):
+        PagedEngine(load_model(checkpoint(2), tensor_parallel=2), EngineConfig(tensor_parallel=4))
 
 
 def test_each_rank_holds_the_query_heads_of_its_own_kv_head(checkpoint):
@@ -254,16 +268,17 @@ def test_a_provider_is_asked_about_the_heads_of_one_device(checkpoint, monkeypat
         asked.append(needs)
         return choose_provider(needs, requested)
 
-    monkeypatch.setattr(engine, "choose_provider", choose)
+    monkeypatch.setattr(planning, "choose_provider", choose)
     PagedEngine(load_model(checkpoint(2), tensor_parallel=8), EngineConfig())
     assert [(needs.num_heads, needs.num_kv_heads) for needs in asked] == [(1, 1)]
 
 
 @pytest.mark.slow
 def test_the_real_model_spread_over_three_devices_says_the_same(smollm2_gguf):
-    tokens = {}
+    tokens, whole = {}, load_model(smollm2_gguf)
     for width in (1, 3):
         model = load_model(smollm2_gguf, tensor_parallel=width)
+        assert model.fingerprint == whole.spread(width).fingerprint
         prompt = model.tokenizer.encode("The three primary colors are")
         paged = make_engine(model, **{**ONE_ROW, "kv_pool_bytes": 64 << 20})
         tokens[width] = paged.generate([prompt], SamplingParams(max_tokens=24, ignore_eos=True))[0].tokens

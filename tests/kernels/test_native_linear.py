@@ -10,7 +10,7 @@ from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, random_weigh
 
 from kv_kernels.native import NativeProvider
 from kv_kernels.reference import ReferenceProvider
-from kv_kernels.weights import DenseWeight, dequantize, take_layer
+from kv_kernels.weights import DenseWeight, MixedWeight, dequantize, take_layer
 
 NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
 KINDS = (*DENSE_KINDS, *QUANT_KINDS)
@@ -169,6 +169,26 @@ def test_a_loop_over_a_stack_copies_no_weights():
     assert compiled.memory_analysis().temp_size_in_bytes < weight.nbytes / 6
 
 
+def test_a_stack_stored_in_different_ways_is_multiplied_as_its_entries_are_and_not_copied():
+    parts = tuple(random_weight(8, kind, 3, out_features=64, in_features=64) for kind in ("q6_k", "q4_k"))
+    which, at = (jnp.asarray(numbers, jnp.int32) for numbers in ([0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 2, 2]))
+    weight = MixedWeight(parts, which, at)
+    x = activations(9, 2, 64)
+    for layer in range(6):
+        entry = take_layer(parts[which[layer]], at[layer])
+        np.testing.assert_array_equal(
+            NATIVE.product(x, weight, layer, None), NATIVE.product(x, entry, None, None), err_msg=str(layer)
+        )
+
+    def network(x, weight):
+        return jax.lax.fori_loop(0, 6, lambda layer, x: x + NATIVE.product(x, weight, layer, None), x)
+
+    compiled = jax.jit(network).lower(x, weight).compile()
+    lines = [line for line in compiled.as_text().splitlines() if "copy(" in line or "dynamic-slice(" in line]
+    assert not [line for line in lines if "u8[" in line or "f16[" in line]
+    assert compiled.memory_analysis().temp_size_in_bytes < weight.nbytes / 6
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -189,10 +209,10 @@ def test_a_bad_operand_is_an_error_with_the_numbers(break_it, message):
 
 
 def test_quants_without_their_scales_are_an_error():
-    weight = random_weight(12, "q4_1", out_features=8, in_features=64)
+    weight = random_weight(12, "q4_1", out_features=8, in_features=96)
     results = [jax.ShapeDtypeStruct((3, 8), jnp.float32)]
-    x, layer = activations(13, 3, 64), jnp.zeros((), jnp.int32)
+    x, layer = activations(13, 3, 96), jnp.zeros((), jnp.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="mins is missing, or is not an array: 2 parts are given"):
         call_linear(x, layer, weight.quants, weight.scales, results=results, kinds="q4_1")
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scales has 1 x 8 x 1 numbers for quants of 1 x 8 x 64"):
-        call_linear(x, layer, weight.quants, weight.scales[:, :1], weight.mins, results=results, kinds="q4_1")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scales has 1 x 8 x 2 numbers for quants of 1 x 8 x 96"):
+        call_linear(x, layer, weight.quants, weight.scales[:, :2], weight.mins, results=results, kinds="q4_1")

@@ -1,8 +1,10 @@
 """Which provider runs, and what is said when none can."""
 
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -120,3 +122,11 @@ def test_no_vendor_is_imported_before_it_is_asked_for():
     code = "import sys, kv_kernels.selection; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"tvm_ffi", "jax_tvm_ffi", "jax_aiter"} & set(done.stdout.split())
+
+
+def test_a_platform_that_is_not_there_is_one_line():
+    code = "from kv_kernels.selection import current_platform\ncurrent_platform()"
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "PlatformError: jax finds no device of the platforms that it was told to use: unset JAX_PLATFORMS" in last

@@ -117,7 +117,8 @@ def write_gguf(
         part = name.split(".")[-2]
         tensor = interleave(tensor, heads[part]) if part in heads else tensor
         kind = gguf.GGMLQuantizationType[storage(name) if tensor.ndim == 2 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        raw = random_k_blocks(tensor.shape, kind) if kind in K_SCALES else gguf.quants.quantize(tensor, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -125,6 +126,25 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+K_SCALES = {
+    gguf.GGMLQuantizationType.Q4_K: (0, 2),
+    gguf.GGMLQuantizationType.Q5_K: (0, 2),
+    gguf.GGMLQuantizationType.Q6_K: (208,),
+}
+"""Kinds that the gguf package reads and does not write, and where in a block their float16 numbers are."""
+
+
+def random_k_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, seed: int = 0) -> np.ndarray:
+    """A matrix of such a kind, uint8 [out, bytes]: any bits but in the float16 numbers, which are small."""
+    rng = np.random.default_rng(seed)
+    size, width = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, width), np.uint8)
+    for offset in K_SCALES[kind]:
+        scales = rng.uniform(-1e-4, 1e-4, (*raw.shape[:-1], 1)).astype(np.float16)
+        raw[..., offset : offset + 2] = scales.view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
 
 
 def byte_characters() -> list[str]:

@@ -37,6 +37,7 @@ def test_every_family_is_found_by_its_module() -> None:
 def test_a_window_that_is_switched_off_is_none() -> None:
     assert parse("mistral_window", sliding_window=None).windows == (None, None)
     assert parse("qwen2", sliding_window=8, use_sliding_window=False).windows == (None, None)
+    assert set(parse("gemma3", sliding_window=None, layer_types=ABSENT).windows) == {None}
 
 
 def test_a_window_that_is_not_stated_is_the_family_s_own() -> None:

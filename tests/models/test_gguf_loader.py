@@ -1,6 +1,5 @@
 """GGUF files: the same model as the directory they were made from, quantized or not; every defect one line."""
 
-import logging
 from pathlib import Path
 
 import gguf
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from model_files import gguf_name, read_tensors, write_gguf
 
 from kv_common.errors import JaxkvError
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, dequantize, take_layer
 from models import CheckpointError, UnsupportedModelError, load_model
 from models.assembly import by_path
 from models.gguf_file import read_gguf
@@ -38,7 +37,7 @@ def test_an_unquantized_file_is_bit_for_bit_the_model_it_was_made_from(golden: P
     assert by_path(model.params).keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("storage", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("storage", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_every_storage_type_holds_the_values_that_the_gguf_package_reads(
     golden: Path, tmp_path: Path, storage: str
 ) -> None:
@@ -65,21 +64,20 @@ def test_quantized_q_and_k_rows_are_put_back_in_order(golden: Path, tmp_path: Pa
             assert np.abs(ours[layer] - exact).max() < 0.02
 
 
-def test_layers_of_different_types_are_dequantized_and_said_so(
-    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_of_different_types_are_each_held_as_they_are_stored(golden: Path, tmp_path: Path) -> None:
     kinds = {"blk.0.ffn_up.weight": "Q8_0", "blk.1.ffn_up.weight": "Q4_1"}
     path = write_gguf(golden / "llama", tmp_path / "model.gguf", storage=lambda name: kinds.get(name, "Q8_0"))
-    with caplog.at_level(logging.WARNING):
-        model = load_model(path)
+    model = load_model(path)
     weight = model.params["layers"]["mlp"]["up"]["weight"]
-    assert isinstance(weight, DenseWeight)
+    assert isinstance(weight, MixedWeight)
     assert isinstance(model.params["layers"]["mlp"]["gate"]["weight"], BlockQuantWeight)
-    assert "blk.0.ffn_up.weight are stored as q4_1 and q8_0, so all of them are held as float32" in caplog.text
     raw = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for layer, name in enumerate(kinds):
+    for layer, (name, kind) in enumerate(kinds.items()):
+        part = weight.parts[weight.which[layer]]
+        assert part.kind == kind.lower()
         np.testing.assert_array_equal(
-            weight.values[layer], gguf.quants.dequantize(raw[name].data, raw[name].tensor_type)
+            dequantize(take_layer(part, weight.at[layer]), jnp.float32),
+            gguf.quants.dequantize(raw[name].data, raw[name].tensor_type),
         )
 
 
@@ -126,12 +124,10 @@ def test_an_unknown_architecture_is_refused_by_name(golden: Path, tmp_path: Path
     assert "model.gguf is of architecture 'mamba', implemented are gemma2" in refusal_of(path)
 
 
-def test_an_unsupported_quantization_is_refused_with_the_remedy(golden: Path, tmp_path: Path) -> None:
-    path = write_gguf(
-        golden / "llama", tmp_path / "model.gguf", storage=lambda name: "Q5_0" if "ffn_up" in name else "F16"
-    )
+def test_an_unsupported_storage_type_is_refused_with_the_remedy(golden: Path, tmp_path: Path) -> None:
+    path = write_gguf(golden / "llama", tmp_path / "model.gguf", extra={"odd.weight": np.zeros((2, 32), np.int8)})
     message = refusal_of(path)
-    assert "blk.0.ffn_up.weight is stored as Q5_0" in message
+    assert "odd.weight is stored as I8" in message
     assert message.endswith("such as the model's Q8_0")
 
 

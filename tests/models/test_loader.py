@@ -76,6 +76,10 @@ def test_sampling_defaults_count_where_the_checkpoint_samples(golden: Path, tmp_
     path.write_text(json.dumps({"do_sample": True, "temperature": "hot"}))
     with pytest.raises(ModelConfigError, match="temperature='hot', expected float"):
         load_model(tmp_path)
+    for name, value in {"temperature": -3, "top_k": -1, "top_p": 1.5, "min_p": 2, "repetition_penalty": 0}.items():
+        path.write_text(json.dumps({"do_sample": True, name: value}))
+        with pytest.raises(ModelConfigError, match=rf"generation_config.json has {name}={value}.*, expected "):
+            load_model(tmp_path)
     path.write_text(json.dumps({"eos_token_id": [2, "</s>"]}))
     with pytest.raises(ModelConfigError, match=r"eos_token_id=.* expected token ids"):
         load_model(tmp_path)

@@ -76,6 +76,7 @@ class FakeBatcher:
 
     replies: list[str]
     submitted: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    adapters: list[str | None] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     running: dict[int, list[int]] = field(default_factory=dict)
     steps: int = 0
@@ -85,11 +86,12 @@ class FakeBatcher:
     def has_unfinished(self) -> bool:
         return bool(self.running)
 
-    def submit(self, token_ids: list[int], params: SamplingParams) -> int:
+    def submit(self, token_ids: list[int], params: SamplingParams, *, adapter: str | None = None) -> int:
         if len(token_ids) >= SPEC.max_context:
             raise TooLongError(f"the prompt has {len(token_ids)} tokens, the context {SPEC.max_context}: shorten it")
         request_id = len(self.submitted)
         self.submitted.append((list(token_ids), params))
+        self.adapters.append(adapter)
         self.running[request_id] = [*map(ord, self.replies[request_id]), END][: params.max_tokens]
         return request_id
 

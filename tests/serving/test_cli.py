@@ -124,8 +124,8 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(
 def test_a_file_that_cannot_be_read_is_one_line(
     parrot: FakeBatcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str, dtype: str, console: object) -> None:
-        raise PermissionError(13, "Permission denied", source)
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "secret.gguf")
 
     monkeypatch.setattr(cli, "open_model", refuse)
     assert cli.run(["inspect", "secret.gguf"]) == 2

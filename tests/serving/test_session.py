@@ -1,10 +1,23 @@
 """What a command does before it generates: prompts become token ids, and options become settings."""
 
+from pathlib import Path
+
 import pytest
+from lora_files import write_adapter
+from rich.console import Console
 from serving_fakes import SPEC, fake_model
 
 from kv_execution import EngineConfig, SamplingParams, SamplingParamsError
-from kv_serving.session import PromptOptionError, SamplingOptions, config_for_jobs, encode_prompts, make_job
+from kv_serving.session import (
+    PromptOptionError,
+    SamplingOptions,
+    adapter_of_each,
+    config_for_jobs,
+    encode_prompts,
+    make_job,
+    start_engine,
+)
+from models import load_model
 
 
 def texts(ids: list[list[int]]) -> list[str]:
@@ -43,6 +56,26 @@ def test_what_the_user_leaves_out_is_the_models_default() -> None:
 def test_a_number_out_of_range_is_the_samplers_own_error() -> None:
     with pytest.raises(SamplingParamsError, match="top_p"):
         SamplingOptions(max_tokens=7, top_p=1.5).resolve(fake_model().generation)
+
+
+def test_an_adapter_is_of_all_prompts_or_each_has_its_own() -> None:
+    assert adapter_of_each(["a", "b"], []) == [None, None]
+    assert adapter_of_each(["a", "b"], ["x"]) == ["x", "x"]
+    assert adapter_of_each(["a", "b"], ["x", "y"]) == ["x", "y"]
+    with pytest.raises(PromptOptionError, match="2 adapters for 3 prompts: give --adapter once for all, or once for"):
+        adapter_of_each(["a", "b", "c"], ["x", "y"])
+
+
+def test_an_engine_for_jobs_has_their_adapters_loaded(golden: Path, tmp_path: Path) -> None:
+    model = load_model(golden / "llama")
+    directory = str(write_adapter(tmp_path, golden / "llama", ("q_proj",), rank=5))
+    rank = model.read_adapter(directory).rank
+    params = SamplingParams(max_tokens=2)
+    jobs = [make_job(fake_model(), [1, 2, 3], params, (), adapter) for adapter in (directory, directory)]
+    config = config_for_jobs(jobs, model.spec, 1 << 20, 4, adapter_ranks=[rank], compilation_cache=False)
+    assert (config.max_adapters, config.max_adapter_rank) == (1, 5)
+    engine = start_engine(model, config, Console(quiet=True), warm_up=False, jobs=jobs)
+    assert engine.adapters.names == (directory,)
 
 
 def config_of(lengths: list[int], pool_bytes: int = 1 << 20) -> EngineConfig:

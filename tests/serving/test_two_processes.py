@@ -134,6 +134,7 @@ def test_four_devices_in_two_processes_share_two_heads(model, capsys):
     [
         (("--coordinator", "h:1"), "several processes need --coordinator, --num-processes and --process-id"),
         (("--coordinator", "h:1", "--num-processes", "2", "--process-id", "0"), "with --tp 1 each of 2 processes"),
+        (("--coordinator", "h:1", "--num-processes", "1", "--process-id", "0"), "one process meets nobody"),
         (("--tp", "0"), "Invalid value for '--tp'"),
     ],
 )

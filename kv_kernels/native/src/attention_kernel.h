@@ -90,23 +90,60 @@ static int64_t attend_scratch(const Attention& a, int64_t tokens) {
   return AttentionScratch<S>(a, tokens, none).size;
 }
 
+// Calls `use(slot, count)` for every page that holds some of the keys [begin, end).
+template <class F>
+static inline void for_pages(const Attention& a, const QueryTile& tile, int64_t begin, int64_t end, F use) {
+  for (int64_t first = begin; first < end;) {
+    const int64_t page = tile.pages[first / a.tokens_per_page] + a.first_page, offset = first % a.tokens_per_page;
+    const int64_t slot = page * a.tokens_per_page + offset, left = a.tokens_per_page - offset;
+    const int64_t count = left < end - first ? left : end - first;
+    use(slot, count);
+    first += count;
+  }
+}
+
+// Asks for what will be read of keys [begin, end): they lie a head's stride apart, which the processor does not guess.
+static inline void prefetch_keys(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t begin,
+                                 int64_t end) {
+  const int64_t bytes = element_size(a.pool_type), head = a.head_dim * bytes;
+  for_pages(a, tile, begin, end, [&](int64_t slot, int64_t count) {
+    for (int64_t i = slot; i < slot + count; ++i) {
+      const int64_t at = (i * a.kv_heads + kv_head) * head;
+      for (int64_t byte = 0; byte < head; byte += 64) {
+        __builtin_prefetch(static_cast<const char*>(a.k) + at + byte);
+        __builtin_prefetch(static_cast<const char*>(a.v) + at + byte);
+      }
+    }
+  });
+}
+
 // A block's keys and values to float32, `count` of them and no more: what a page holds after the row's end may be a NaN.
 // Keys lie as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
-template <class S>
+template <class S, Element E>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
                               int64_t padded, const AttentionScratch<S>& s) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t position = first + i, entry = position / a.tokens_per_page;
-    const int64_t page = tile.pages[entry] + a.first_page;
-    const int64_t slot = page * a.tokens_per_page + position % a.tokens_per_page;
-    const int64_t index = (slot * a.kv_heads + kv_head) * a.head_dim;
-    widen_padded<S>(a.pool_type, a.k, index, a.head_dim, s.keys + i * s.stride);
-    widen_padded<S>(a.pool_type, a.v, index, a.head_dim, s.values + i * s.stride);
-  }
+  float *key = s.keys, *value = s.values;
+  for_pages(a, tile, first, first + count, [&](int64_t slot, int64_t keys) {
+    for (int64_t i = slot; i < slot + keys; ++i, key += s.stride, value += s.stride) {
+      const int64_t index = (i * a.kv_heads + kv_head) * a.head_dim;
+      widen_padded<S, E>(a.k, index, a.head_dim, key);
+      widen_padded<S, E>(a.v, index, a.head_dim, value);
+    }
+  });
   for (int64_t i = count * s.stride; i < padded * s.stride; ++i) s.keys[i] = 0;
   for (int64_t key = 0; key < padded; key += S::kWidth)
     for (int64_t d = 0; d < s.stride; d += S::kWidth)
       S::transpose(s.keys + key * s.stride + d, s.stride, s.turned + d * kKeyBlock + key, kKeyBlock);
+}
+
+template <class S>
+static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
+                              int64_t padded, const AttentionScratch<S>& s) {
+  switch (a.pool_type) {
+    case Element::kF32: return load_block<S, Element::kF32>(a, tile, kv_head, first, count, padded, s);
+    case Element::kF16: return load_block<S, Element::kF16>(a, tile, kv_head, first, count, padded, s);
+    case Element::kBF16: return load_block<S, Element::kBF16>(a, tile, kv_head, first, count, padded, s);
+  }
 }
 
 // Keys of a block, [low, high), that one row sees.
@@ -179,6 +216,9 @@ static inline void attend_keys(const Attention& a, const QueryTile& tile, int64_
   for (int64_t first = begin; first < end; first += kKeyBlock) {
     const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
     const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth;
+    // A lone token is done with a block before the next has come; many tokens find it in a cache.
+    const int64_t next = first + count;
+    if (tile.tokens == 1) prefetch_keys(a, tile, kv_head, next, end - next < kKeyBlock ? end : next + kKeyBlock);
     load_block<S>(a, tile, kv_head, first, count, padded, s);
     combine<S>(s.rows, nullptr, s.query, s.stride, s.turned, kKeyBlock, a.head_dim, s.scores, kKeyBlock, padded);
     softmax_rows<S>(a, s, sums, padded, [&](int64_t row) {

@@ -9,7 +9,9 @@
 namespace jaxkv {
 
 enum class Element { kF32, kF16, kBF16 };
-enum class WeightKind { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1 };
+// The first three quantized kinds have a float16 for every block of 32. The others have numbers for groups of any size,
+// to be multiplied by small integers or not: kBytes, kNibbles, kFiveBits, kSixBits by what a quant takes, kFloat8 by e4m3.
+enum class WeightKind { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kBytes, kNibbles, kFiveBits, kSixBits, kFloat8 };
 
 constexpr int64_t kQuantBlock = 32;     // elements that share a scale
 constexpr int64_t kMaxPanel = 768;      // elements of `in` reduced in one run; such runs are added in order
@@ -21,14 +23,29 @@ constexpr int64_t kKeyBlock = 64;       // keys that share a rescaling of the so
 constexpr int64_t kSplitKeys = 512;     // keys whose sums are taken apart and then merged, counted from position 0
 constexpr int64_t kStridePadding = 16;  // floats between packed rows, against cache-set conflicts
 
-// One matrix [out, in] in its storage: dense values, or quants with scales and mins per 32 elements.
+// Numbers of groups of a row's blocks, f16 or f32 [out, in/32 / group_blocks], each times the integers int8 [out, in/32]
+// ([out, in/16] where a block has two) of its group, or as they are where there are none.
+struct GroupNumbers {
+  const void* numbers;  // null for none
+  Element type;
+  int64_t group_blocks;
+  const int8_t* factors;
+};
+
+// One matrix [out, in] in its storage: dense values, or quants with scales and mins.
 struct WeightView {
   WeightKind kind;
   int64_t out_features;
   int64_t in_features;
   const void* values;
-  const uint16_t* scales;  // f16 [out, in/32]; null where dense
+  const uint16_t* scales;  // f16 [out, in/32] of the kinds that have one for every block
   const uint16_t* mins;    // f16 [out, in/32]; q4_1 only
+  // Of the other kinds: what lies above the low four bits of quants, a word of 32 bits a block and bit, the lower bit
+  // first; scales; mins, or what is taken off every quant where there are none.
+  const uint8_t* high_bits;
+  GroupNumbers group_scales;
+  GroupNumbers group_mins;
+  float offset;
 };
 
 // What a gated product does to the first of its two results.

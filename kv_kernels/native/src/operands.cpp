@@ -1,7 +1,5 @@
 #include "operands.h"
 
-#include <array>
-
 namespace jaxkv {
 
 const char* dtype_name(ffi::DataType dtype) {
@@ -14,6 +12,7 @@ const char* dtype_name(ffi::DataType dtype) {
     case ffi::DataType::U8: return "uint8";
     case ffi::DataType::S32: return "int32";
     case ffi::DataType::S64: return "int64";
+    case ffi::DataType::F8E4M3FN: return "float8_e4m3fn";
     default: return "another dtype";
   }
 }
@@ -73,21 +72,31 @@ bool Checker::index(const char* name, int64_t value, int64_t limit) {
 
 namespace {
 
-struct MatrixPart {
-  int64_t layers, rows, columns;
-  const char* data;
+// What a kind of weight is made of: the arrays weight, scales, mins, high_bits, scale_factors, min_factors, in this order.
+struct Form {
+  std::string_view name;
+  WeightKind plain;  // with a float16 for every block
+  WeightKind grouped;
+  ffi::DataType quants;  // nibbles where uint8
+  float offset;          // taken off every quant
+  bool has_mins;
+  int64_t high_bits;      // of a quant
+  int64_t block_factors;  // of scales, and of mins where there are any
 };
 
-// A buffer [layers, rows, columns] or [rows, columns].
-MatrixPart matrix_part(Checker& check, const char* name, const ffi::AnyBuffer& buffer) {
-  const auto sizes = buffer.dimensions();
-  if (!check.require(sizes.size() == 2 || sizes.size() == 3,
-                     std::string(name) + " has shape " + shape_text(buffer) + ", wanted [out, in] or [layers, out, in]")) {
-    return {1, 1, 1, nullptr};
-  }
-  const size_t last = sizes.size() - 1;
-  return {last == 2 ? sizes[0] : 1, sizes[last - 1], sizes[last], static_cast<const char*>(buffer.untyped_data())};
-}
+constexpr auto kU8 = ffi::DataType::U8, kS8 = ffi::DataType::S8, kF8 = ffi::DataType::F8E4M3FN;
+constexpr auto kFive = WeightKind::kFiveBits, kSix = WeightKind::kSixBits;
+constexpr Form kForms[] = {
+    {"q8_0", WeightKind::kQ8_0, WeightKind::kBytes, kS8, 0, false, 0, 0},
+    {"q4_0", WeightKind::kQ4_0, WeightKind::kNibbles, kU8, 8, false, 0, 0},
+    {"q4_1", WeightKind::kQ4_1, WeightKind::kNibbles, kU8, 0, true, 0, 0},
+    {"q5_0", kFive, kFive, kU8, 16, false, 1, 0},
+    {"q5_1", kFive, kFive, kU8, 0, true, 1, 0},
+    {"q4_k", WeightKind::kNibbles, WeightKind::kNibbles, kU8, 0, true, 0, 1},
+    {"q5_k", kFive, kFive, kU8, 0, true, 1, 1},
+    {"q6_k", kSix, kSix, kU8, 32, false, 2, 2},
+    {"f8_e4m3", WeightKind::kFloat8, WeightKind::kFloat8, kF8, 0, false, 0, 0},
+};
 
 }  // namespace
 
@@ -128,57 +137,112 @@ void PartReader::require_all_read() {
 
 WeightView PartReader::weight(std::string_view kind) {
   WeightView view{};
-  const bool dense = kind == "dense", has_mins = kind == "q4_1";
-  if (check_.failed() || !check_.require(dense || has_mins || kind == "q4_0" || kind == "q8_0",
-                                         "weight kind " + std::string(kind) + " is not dense, q8_0, q4_0 or q4_1")) {
+  if (check_.failed()) return view;
+  if (kind == "dense") return dense_weight();
+  const Form* form = nullptr;
+  for (const Form& each : kForms)
+    if (each.name == kind) form = &each;
+  if (!check_.require(form != nullptr, "weight kind " + std::string(kind) + " is not one that is implemented"))
     return view;
+  const MatrixPart quants = matrix("weight", {form->quants});
+  if (check_.failed() || !check_.index("layer", picked_, quants.layers)) return view;
+  const bool nibbles = form->quants == ffi::DataType::U8;
+  view.out_features = quants.rows;
+  view.in_features = nibbles ? 2 * quants.columns : quants.columns;
+  view.values = quants.data + picked_ * quants.rows * quants.columns;
+  view.offset = form->offset;
+  view.group_scales = group_numbers("scales", view, quants.layers);
+  if (form->has_mins) view.group_mins = group_numbers("mins", view, quants.layers);
+  const int64_t blocks = view.in_features / kQuantBlock;
+  if (form->high_bits > 0) {
+    view.high_bits = reinterpret_cast<const uint8_t*>(
+        block_bytes("high_bits", ffi::DataType::U8, view, quants.layers, blocks * 4 * form->high_bits));
   }
-  constexpr std::array<const char*, 3> names{"weight", "scales", "mins"};
-  std::array<MatrixPart, 3> found{};
-  const size_t wanted_parts = dense ? 1 : has_mins ? 3 : 2;
-  for (size_t i = 0; i < wanted_parts; ++i) {
-    const ffi::AnyBuffer part = array(names[i]);
-    if (check_.failed()) return view;
-    found[i] = matrix_part(check_, names[i], part);
-    if (check_.failed()) return view;
-    if (dense) {
-      Element element;
-      if (!check_.floating(names[i], part, &element)) return view;
-      view.kind = element == Element::kF32   ? WeightKind::kF32
-                  : element == Element::kF16 ? WeightKind::kF16
-                                             : WeightKind::kBF16;
-    } else if (!check_.dtype(names[i], part, i > 0 ? ffi::DataType::F16 : kind == "q8_0" ? ffi::DataType::S8
-                                                                                         : ffi::DataType::U8)) {
-      return view;
-    }
+  if (form->block_factors > 0) {
+    const auto factors = [&](const char* name) {
+      return reinterpret_cast<const int8_t*>(
+          block_bytes(name, ffi::DataType::S8, view, quants.layers, blocks * form->block_factors));
+    };
+    view.group_scales.factors = factors("scale_factors");
+    if (form->has_mins) view.group_mins.factors = factors("min_factors");
   }
-  const MatrixPart& values = found[0];
-  if (!check_.index("layer", picked_, values.layers)) return view;
-  view.out_features = values.rows;
-  if (dense) {
-    view.in_features = values.columns;
-    view.values = values.data + picked_ * values.rows * values.columns * (view.kind == WeightKind::kF32 ? 4 : 2);
-    return view;
+  if (check_.failed()) return view;
+  const auto one_a_block = [](const GroupNumbers& each) {
+    return each.numbers == nullptr || (each.type == Element::kF16 && each.group_blocks == 1);
+  };
+  view.kind = form->grouped;
+  if (form->plain != form->grouped && one_a_block(view.group_scales) && one_a_block(view.group_mins)) {
+    view.kind = form->plain;
+    view.scales = static_cast<const uint16_t*>(view.group_scales.numbers);
+    view.mins = static_cast<const uint16_t*>(view.group_mins.numbers);
   }
-  view.kind = kind == "q8_0" ? WeightKind::kQ8_0 : has_mins ? WeightKind::kQ4_1 : WeightKind::kQ4_0;
-  view.in_features = kind == "q8_0" ? values.columns : 2 * values.columns;
-  for (size_t i = 1; i < wanted_parts; ++i) {
-    const MatrixPart& part = found[i];
-    if (!check_.require(part.layers == values.layers && part.rows == values.rows &&
-                            part.columns * kQuantBlock == view.in_features,
-                        std::string(names[i]) + " has " + std::to_string(part.layers) + " x " +
-                            std::to_string(part.rows) + " x " + std::to_string(part.columns) +
-                            " numbers for quants of " + std::to_string(values.layers) + " x " +
-                            std::to_string(values.rows) + " x " + std::to_string(view.in_features) +
-                            ", wanted one per 32")) {
-      return view;
-    }
-  }
-  const int64_t blocks = values.rows * view.in_features / kQuantBlock;
-  view.values = values.data + picked_ * values.rows * values.columns;
-  view.scales = reinterpret_cast<const uint16_t*>(found[1].data) + picked_ * blocks;
-  if (has_mins) view.mins = reinterpret_cast<const uint16_t*>(found[2].data) + picked_ * blocks;
   return view;
+}
+
+WeightView PartReader::dense_weight() {
+  WeightView view{};
+  const MatrixPart values = matrix("weight", {ffi::DataType::F32, ffi::DataType::F16, ffi::DataType::BF16});
+  if (check_.failed() || !check_.index("layer", picked_, values.layers)) return view;
+  view.kind = values.dtype == ffi::DataType::F32   ? WeightKind::kF32
+              : values.dtype == ffi::DataType::F16 ? WeightKind::kF16
+                                                   : WeightKind::kBF16;
+  view.out_features = values.rows;
+  view.in_features = values.columns;
+  view.values = values.data + picked_ * values.rows * values.columns * (view.kind == WeightKind::kF32 ? 4 : 2);
+  return view;
+}
+
+PartReader::MatrixPart PartReader::matrix(const char* name, std::initializer_list<ffi::DataType> allowed) {
+  const ffi::AnyBuffer buffer = array(name);
+  MatrixPart part{1, 1, 1, buffer.element_type(), nullptr};
+  if (check_.failed()) return part;
+  const auto sizes = buffer.dimensions();
+  const size_t last = sizes.size() - 1;
+  if (!check_.require(sizes.size() == 2 || sizes.size() == 3,
+                      std::string(name) + " has shape " + shape_text(buffer) +
+                          ", wanted [out, in] or [layers, out, in]")) {
+    return part;
+  }
+  std::string wanted;
+  bool known = false;
+  for (const ffi::DataType each : allowed) {
+    known = known || each == part.dtype;
+    wanted += (wanted.empty() ? "" : " or ") + std::string(dtype_name(each));
+  }
+  check_.require(known, std::string(name) + " is " + dtype_name(part.dtype) + ", wanted " + wanted);
+  return {last == 2 ? sizes[0] : 1, sizes[last - 1], sizes[last], part.dtype,
+          static_cast<const char*>(buffer.untyped_data())};
+}
+
+void PartReader::require_beside(const char* name, const MatrixPart& part, const WeightView& view, int64_t layers,
+                                bool fits, const std::string& wanted) {
+  check_.require(part.layers == layers && part.rows == view.out_features && fits,
+                 std::string(name) + " has " + std::to_string(part.layers) + " x " + std::to_string(part.rows) + " x " +
+                     std::to_string(part.columns) + " numbers for quants of " + std::to_string(layers) + " x " +
+                     std::to_string(view.out_features) + " x " + std::to_string(view.in_features) + ", wanted " +
+                     wanted + " a row");
+}
+
+GroupNumbers PartReader::group_numbers(const char* name, const WeightView& view, int64_t layers) {
+  if (check_.failed()) return {};
+  const MatrixPart part = matrix(name, {ffi::DataType::F16, ffi::DataType::F32});
+  if (check_.failed()) return {};
+  const int64_t blocks = view.in_features / kQuantBlock;
+  const bool fits = view.in_features % kQuantBlock == 0 && part.columns > 0 && blocks % part.columns == 0;
+  require_beside(name, part, view, layers, fits, "a divisor of " + std::to_string(blocks));
+  if (check_.failed()) return {};
+  const bool wide = part.dtype == ffi::DataType::F32;
+  return {part.data + picked_ * part.rows * part.columns * (wide ? 4 : 2), wide ? Element::kF32 : Element::kF16,
+          blocks / part.columns, nullptr};
+}
+
+const char* PartReader::block_bytes(const char* name, ffi::DataType dtype, const WeightView& view, int64_t layers,
+                                    int64_t row_bytes) {
+  if (check_.failed()) return nullptr;
+  const MatrixPart part = matrix(name, {dtype});
+  if (check_.failed()) return nullptr;
+  require_beside(name, part, view, layers, part.columns == row_bytes, std::to_string(row_bytes));
+  return part.data + picked_ * part.rows * part.columns;
 }
 
 }  // namespace jaxkv

@@ -49,11 +49,27 @@ class PartReader {
   ffi::AnyBuffer array(const char* name);
   // f32 [size] or [layers, size].
   const float* vector(const char* name, int64_t size);
-  // A matrix [out, in]: one array where dense; quants, scales and (q4_1) mins where not.
+  // A matrix [out, in]: one array where dense; quants, scales and whatever else the kind has where not.
   WeightView weight(std::string_view kind);
   void require_all_read();
 
  private:
+  // An array [layers, rows, columns] or [rows, columns].
+  struct MatrixPart {
+    int64_t layers, rows, columns;
+    ffi::DataType dtype;
+    const char* data;
+  };
+
+  WeightView dense_weight();
+  MatrixPart matrix(const char* name, std::initializer_list<ffi::DataType> allowed);
+  // Of the quantized weight `view`, whose quants have so many layers.
+  GroupNumbers group_numbers(const char* name, const WeightView& view, int64_t layers);
+  const char* block_bytes(const char* name, ffi::DataType dtype, const WeightView& view, int64_t layers,
+                          int64_t row_bytes);
+  void require_beside(const char* name, const MatrixPart& part, const WeightView& view, int64_t layers, bool fits,
+                      const std::string& wanted);
+
   Checker& check_;
   const ffi::AnyBuffer& layer_;
   const ffi::RemainingArgs& parts_;

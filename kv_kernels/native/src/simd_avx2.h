@@ -87,6 +87,32 @@ struct Avx2Simd {
       out[i + 2] = fma(_mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4)), scale, offset);
     }
   }
+  template <int kHighBits, int kPerBlock>
+  static void unpack_bits(const uint8_t* p, const uint8_t* high_bits, const float* d, const float* m, V* out) {
+    const __m256i low = _mm256_set1_epi32(15), one_bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int i = 0; i < 4; ++i) {
+      const auto* from = reinterpret_cast<const __m128i*>(p + 8 * (i % 2));
+      const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from));
+      __m256i quants = i < 2 ? _mm256_and_si256(bytes, low) : _mm256_srli_epi32(bytes, 4);
+      for (int bit = 0; bit < kHighBits; ++bit) {
+        const __m256i set = _mm256_and_si256(_mm256_set1_epi32(high_bits[4 * bit + i]), one_bit);
+        const __m256i mask = _mm256_cmpeq_epi32(set, one_bit);
+        quants = _mm256_or_si256(quants, _mm256_and_si256(mask, _mm256_set1_epi32(16 << bit)));
+      }
+      const int at = kPerBlock == 2 ? i / 2 : 0;
+      out[i] = fma(_mm256_cvtepi32_ps(quants), broadcast(d[at]), broadcast(m[at]));
+    }
+  }
+  static void unpack_float8(const uint8_t* p, float d, V* out) {
+    // As float16 the bits are 2^-8 of the value, with subnormals in their place.
+    const V scale = broadcast(256 * d);
+    for (int i = 0; i < 4; ++i) {
+      const __m128i bytes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)));
+      const __m128i sign = _mm_slli_epi16(_mm_and_si128(bytes, _mm_set1_epi16(0x80)), 8);
+      const __m128i rest = _mm_slli_epi16(_mm_and_si128(bytes, _mm_set1_epi16(0x7f)), 7);
+      out[i] = mul(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), scale);
+    }
+  }
   static void unpack_bytes(const int8_t* p, float d, V* out) {
     const V scale = broadcast(d);
     for (int i = 0; i < 4; ++i) {

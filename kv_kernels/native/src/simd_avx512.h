@@ -90,6 +90,30 @@ struct Avx512Simd {
     out[0] = _mm512_permutexvar_ps(bytes, table);
     out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
   }
+  template <int kHighBits, int kPerBlock>
+  static void unpack_bits(const uint8_t* p, const uint8_t* high_bits, const float* d, const float* m, V* out) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    __m512i quants[2] = {_mm512_and_si512(bytes, _mm512_set1_epi32(15)), _mm512_srli_epi32(bytes, 4)};
+    for (int half = 0; half < 2; ++half) {
+      for (int bit = 0; bit < kHighBits; ++bit) {
+        uint16_t set;
+        __builtin_memcpy(&set, high_bits + 4 * bit + 2 * half, 2);
+        quants[half] = _mm512_mask_or_epi32(quants[half], set, quants[half], _mm512_set1_epi32(16 << bit));
+      }
+      const int at = kPerBlock == 2 ? half : 0;
+      out[half] = fma(_mm512_cvtepi32_ps(quants[half]), broadcast(d[at]), broadcast(m[at]));
+    }
+  }
+  static void unpack_float8(const uint8_t* p, float d, V* out) {
+    // As float16 the bits are 2^-8 of the value, with subnormals in their place.
+    const V scale = broadcast(256 * d);
+    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
+    const __m512i rest = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x7f)), 7);
+    const __m512i halves = _mm512_or_si512(sign, rest);
+    out[0] = mul(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), scale);
+    out[1] = mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), scale);
+  }
   static void unpack_bytes(const int8_t* p, float d, V* out) {
     const V scale = broadcast(d);
     for (int i = 0; i < 2; ++i) {

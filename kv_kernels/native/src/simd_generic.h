@@ -73,6 +73,29 @@ struct GenericSimd {
       out[i + 4] = __builtin_convertvector(bytes >> 4, V) * broadcast(d) + broadcast(m);
     }
   }
+  // The same with kHighBits words of bits that lie above the nibbles, d and m for the block or for each half of it.
+  template <int kHighBits, int kPerBlock>
+  static void unpack_bits(const uint8_t* p, const uint8_t* high_bits, const float* d, const float* m, V* out) {
+    for (int i = 0; i < 8; ++i) {
+      const uint8_t* b = p + 4 * (i % 4);
+      I quants{b[0], b[1], b[2], b[3]};
+      quants = i < 4 ? quants & 15 : quants >> 4;
+      for (int bit = 0; bit < kHighBits; ++bit) {
+        const int set = high_bits[4 * bit + i / 2] >> (i % 2 * 4);
+        quants |= I{set & 1, set >> 1 & 1, set >> 2 & 1, set >> 3 & 1} << (4 + bit);
+      }
+      const int at = kPerBlock == 2 ? i / 4 : 0;
+      out[i] = __builtin_convertvector(quants, V) * broadcast(d[at]) + broadcast(m[at]);
+    }
+  }
+  // 32 numbers of e4m3 times d. As float16 the bits are 2^-8 of the value, with subnormals in their place.
+  static void unpack_float8(const uint8_t* p, float d, V* out) {
+    for (int i = 0; i < 8; ++i) {
+      uint16_t halves[4];
+      for (int j = 0; j < 4; ++j) halves[j] = (p[4 * i + j] & 0x80) << 8 | (p[4 * i + j] & 0x7f) << 7;
+      out[i] = load_f16(halves) * broadcast(256 * d);
+    }
+  }
   static void unpack_bytes(const int8_t* p, float d, V* out) {
     for (int i = 0; i < 8; ++i) {
       const int8_t* b = p + 4 * i;

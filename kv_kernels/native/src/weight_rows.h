@@ -78,6 +78,89 @@ class QuantRows {
   int64_t count_;
 };
 
+// Numbers of `count` blocks from `first` on, or half blocks where kPerBlock is 2, for four rows: out [row][unit].
+template <class S, int kPerBlock>
+static inline void read_group_numbers(const GroupNumbers& from, const int64_t* rows, int64_t row_blocks, int64_t first,
+                                      int64_t blocks, float (*out)[kPanelBlocks * kPerBlock]) {
+  const int64_t row_groups = row_blocks / from.group_blocks, first_group = first / from.group_blocks;
+  const int64_t groups = (first + blocks - 1) / from.group_blocks + 1 - first_group;
+  const int64_t group_units = from.group_blocks * kPerBlock, units = blocks * kPerBlock;
+  const int64_t skipped = (first - first_group * from.group_blocks) * kPerBlock;
+  for (int64_t i = 0; i < kRowGroup; ++i) {
+    float numbers[kPanelBlocks + 1];
+    const int64_t at = rows[i] * row_groups + first_group;
+    if (from.type == Element::kF32) {
+      for (int64_t j = 0; j < groups; ++j) numbers[j] = static_cast<const float*>(from.numbers)[at + j];
+    } else {
+      widen_exactly<S, Element::kF16>(static_cast<const uint16_t*>(from.numbers) + at, groups, numbers);
+    }
+    if (from.factors != nullptr) {
+      const int8_t* factors = from.factors + (rows[i] * row_blocks + first) * kPerBlock;
+      for (int64_t j = 0; j < units; ++j) out[i][j] = factors[j];
+    } else {
+      for (int64_t j = 0; j < units; ++j) out[i][j] = 1;
+    }
+    for (int64_t j = 0, end = group_units - skipped, group = 0; j < units; end += group_units, ++group)
+      for (; j < (end < units ? end : units); ++j) out[i][j] *= numbers[group];
+  }
+}
+
+template <class S, WeightKind kKind>
+class GroupedRows {
+ public:
+  static constexpr int64_t kStep = kQuantBlock;
+  static constexpr bool kFloat = false;
+  static constexpr bool kHasMins = kKind != WeightKind::kBytes && kKind != WeightKind::kFloat8;
+  static constexpr int kHighBits = kKind == WeightKind::kFiveBits ? 1 : kKind == WeightKind::kSixBits ? 2 : 0;
+  static constexpr int kPerBlock = kKind == WeightKind::kSixBits ? 2 : 1;  // scales of a block
+  static constexpr int64_t kBlockBytes = kHasMins ? 16 : 32;
+
+  GroupedRows(const WeightView& weight, int64_t row, int64_t first, int64_t count) : count_(count) {
+    const int64_t row_blocks = weight.in_features / kQuantBlock, first_block = first / kQuantBlock;
+    int64_t rows[kRowGroup];
+    for (int64_t i = 0; i < kRowGroup; ++i) {
+      rows[i] = row + i < weight.out_features ? row + i : weight.out_features - 1;
+      const int64_t block = rows[i] * row_blocks + first_block;
+      rows_[i] = static_cast<const uint8_t*>(weight.values) + block * kBlockBytes;
+      if constexpr (kHighBits > 0) high_bits_[i] = weight.high_bits + block * 4 * kHighBits;
+    }
+    const int64_t blocks = count / kQuantBlock;
+    read_group_numbers<S, kPerBlock>(weight.group_scales, rows, row_blocks, first_block, blocks, scales_);
+    if constexpr (kHasMins) {
+      if (weight.group_mins.numbers != nullptr) {
+        read_group_numbers<S, kPerBlock>(weight.group_mins, rows, row_blocks, first_block, blocks, mins_);
+      } else {
+        for (int64_t i = 0; i < kRowGroup; ++i)
+          for (int64_t j = 0; j < blocks * kPerBlock; ++j) mins_[i][j] = -weight.offset * scales_[i][j];
+      }
+    }
+  }
+  int64_t whole() const { return count_; }
+  bool has_tail() const { return false; }
+  // A float16 scale times a quant, or times a factor and a quant, is exact in float32: values are rounded once.
+  void read(int64_t row, int64_t k, typename S::V* out) const {
+    const int64_t block = k / kQuantBlock;
+    const uint8_t* quants = rows_[row] + block * kBlockBytes;
+    const float* scales = scales_[row] + block * kPerBlock;
+    if constexpr (kKind == WeightKind::kBytes) S::unpack_bytes(reinterpret_cast<const int8_t*>(quants), *scales, out);
+    if constexpr (kKind == WeightKind::kFloat8) S::unpack_float8(quants, *scales, out);
+    if constexpr (kKind == WeightKind::kNibbles) S::unpack_nibbles(quants, *scales, mins_[row][block], out);
+    if constexpr (kHighBits > 0) {
+      S::template unpack_bits<kHighBits, kPerBlock>(quants, high_bits_[row] + block * 4 * kHighBits, scales,
+                                                    mins_[row] + block * kPerBlock, out);
+    }
+  }
+  void read_tail(int64_t, int64_t, typename S::V*) const {}
+  const float* floats(int64_t) const { return nullptr; }
+
+ private:
+  const uint8_t* rows_[kRowGroup];
+  const uint8_t* high_bits_[kRowGroup];
+  alignas(64) float scales_[kRowGroup][kPanelBlocks * kPerBlock];
+  alignas(64) float mins_[kRowGroup][kPanelBlocks * kPerBlock];
+  int64_t count_;
+};
+
 // Calls `use` with the reader type of a weight's kind.
 template <class S, class F>
 static inline void with_rows(WeightKind kind, F&& use) {
@@ -88,6 +171,11 @@ static inline void with_rows(WeightKind kind, F&& use) {
     case WeightKind::kQ8_0: return use(static_cast<QuantRows<S, WeightKind::kQ8_0>*>(nullptr));
     case WeightKind::kQ4_0: return use(static_cast<QuantRows<S, WeightKind::kQ4_0>*>(nullptr));
     case WeightKind::kQ4_1: return use(static_cast<QuantRows<S, WeightKind::kQ4_1>*>(nullptr));
+    case WeightKind::kBytes: return use(static_cast<GroupedRows<S, WeightKind::kBytes>*>(nullptr));
+    case WeightKind::kNibbles: return use(static_cast<GroupedRows<S, WeightKind::kNibbles>*>(nullptr));
+    case WeightKind::kFiveBits: return use(static_cast<GroupedRows<S, WeightKind::kFiveBits>*>(nullptr));
+    case WeightKind::kSixBits: return use(static_cast<GroupedRows<S, WeightKind::kSixBits>*>(nullptr));
+    case WeightKind::kFloat8: return use(static_cast<GroupedRows<S, WeightKind::kFloat8>*>(nullptr));
   }
 }
 

@@ -1,0 +1,125 @@
+"""One parameter of a model read from its tensors, one after the other, into one allocation for a stack of layers.
+
+Tensors that are quantized stay so. Where layers are stored in different ways each way has a stack of its own, because
+to encode one again would change its values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, dequantize
+from models.checkpoint import Checkpoint, CheckpointError, Tensor
+from models.placement import Index
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64
+"""Bytes to which XLA aligns what it computes with on a CPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StackReader:
+    """Reads the tensors `names` of a parameter, whose first axes, of sizes `stack`, count them: layers, or layers and
+    experts, or none. `row_order` [rows] are the tensors' rows that make up the parameter's; None for all as they are.
+    """
+
+    checkpoint: Checkpoint
+    names: Sequence[str]
+    stack: tuple[int, ...]
+    row_order: np.ndarray | None
+
+    def by_storage(self) -> list[StackReader]:
+        """Readers of the entries of the first axis that are stored in one way, in the order of their first ones."""
+        return [
+            dataclasses.replace(self, names=[self.names[at] for at in self._tensors_of(entries)], stack=stack)
+            for entries in self._entries_by_kind().values()
+            for stack in [(len(entries), *self.stack[1:]) if self.stack else ()]
+        ]
+
+    def mix(self, parts: Sequence[DenseWeight | BlockQuantWeight]) -> MixedWeight:
+        """What the readers of `by_storage` have read as one stack; which and at are numpy."""
+        which, at = np.zeros((2, self.stack[0]), np.int32)
+        for number, entries in enumerate(self._entries_by_kind().values()):
+            which[entries], at[entries] = number, np.arange(len(entries))
+        return MixedWeight(tuple(parts), which, at)
+
+    def _entries_by_kind(self) -> dict[str, list[int]]:
+        count = self.stack[0] if self.stack else 1
+        kinds: dict[str, list[int]] = {}
+        for entry in range(count):
+            stored = {self.checkpoint.quantization(self.names[at]) or "dense" for at in self._tensors_of([entry])}
+            kinds.setdefault(stored.pop() if len(stored) == 1 else "dense", []).append(entry)
+        return kinds
+
+    def _tensors_of(self, entries: Sequence[int]) -> list[int]:
+        """Numbers of the tensors of entries of the first axis."""
+        each = math.prod(self.stack[1:])
+        return [entry * each + number for entry in entries for number in range(each)]
+
+    def matrix(self, index: Index, dtype: str) -> DenseWeight | BlockQuantWeight:
+        """The slice `index` of the stack: quantized if every tensor is, in one kind; else dense in `dtype`."""
+        kinds = sorted({self.checkpoint.quantization(name) or "dense" for name in self.names})
+        if len(kinds) > 1:
+            logger.warning(
+                "%s: the experts of %s are stored as %s, so all of them are held as %s",
+                *(self.checkpoint.origin, self.names[0], " and ".join(kinds), dtype),
+            )
+        if len(kinds) > 1 or kinds == ["dense"]:
+            return DenseWeight(self._dense(index, dtype))
+        part = index[len(self.stack) :]
+        first = self._read(self.names[0], part)
+        assert isinstance(first, BlockQuantWeight)
+        stack = jax.tree.map(lambda part: _empty((len(self.names), *part.shape), part.dtype), first)
+        for number, name in enumerate(self.names):
+            tensor = self._read(name, part) if number else first
+            jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
+        # Their axes are never cut.
+        return jax.tree.map(lambda whole: whole.reshape(*self.stack, *whole.shape[1:]), stack)
+
+    def _dense(self, index: Index, dtype: str) -> np.ndarray:
+        """Values of the slice `index` of the stack, in `dtype`."""
+        whole = _empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
+        targets = whole.reshape(len(self.names), *whole.shape[len(self.stack) :])
+        for target, name in zip(targets, self.names, strict=True):
+            tensor = self._read(name, index[len(self.stack) :])
+            values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
+            with np.errstate(over="ignore"):  # reported below, by name
+                target[...] = values
+            if dtype == "float16" and np.isinf(target).any():
+                raise CheckpointError(
+                    f"{self.checkpoint.origin}: {name} has values beyond float16's 65504: load it as bfloat16 or "
+                    "float32"
+                )
+        return whole
+
+    def vector(self, index: Index, offset: float) -> np.ndarray:
+        """Values of the slice `index` in float32, plus `offset`."""
+        values = self._dense(index, "float32")
+        if offset:
+            values += np.float32(offset)
+        return values
+
+    def _read(self, name: str, index: Index) -> Tensor:
+        if self.row_order is None:
+            return self.checkpoint.read(name, index)
+        # Rows change places within a head only, so those wanted lie close together.
+        rows = self.row_order[index[0]]
+        first = int(rows.min())
+        tensor = self.checkpoint.read(name, (slice(first, int(rows.max()) + 1), *index[1:]))
+        return jax.tree.map(lambda part: part[rows - first], tensor)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that `jax.device_put` takes over on a CPU, where it would copy one that begins anywhere else."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
