@@ -18,7 +18,8 @@ from reporting import Figure, figure_from_passes, print_figure
 
 from kv_common.layout import KvStorageLayoutV1
 from kv_control.page_allocator import PageAllocator
-from kv_control.scheduler import Scheduler, StepPlan
+from kv_control.scheduler import Scheduler
+from kv_control.step_plan import StepPlan
 
 TOKENS_PER_PAGE = 16
 PREFILL_TOKENS_PER_STEP = 1 << 20

@@ -26,6 +26,8 @@ class ModelSpec:
         eos_token_ids: any of these ends a generation.
         attention_window: tokens that a query sees, itself included, in the layer with the largest window of those that
             have one; None where no layer has one.
+        attention_reach: tokens that a query sees in any layer, itself included: the largest window where every layer
+            has one; None where a layer sees all.
         attention_soft_cap: scores become cap * tanh(score / cap); None leaves them.
 
     Raises:
@@ -45,6 +47,7 @@ class ModelSpec:
     parameter_bytes: int
     eos_token_ids: tuple[int, ...] = ()
     attention_window: int | None = None
+    attention_reach: int | None = None
     attention_soft_cap: float | None = None
 
     def __post_init__(self) -> None:

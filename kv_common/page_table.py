@@ -35,7 +35,8 @@ class KvPageTableV1:
         positions: [tokens] position of each new token in its sequence, from 0.
         query_start: [rows + 1] row r's new tokens are query_start[r] to query_start[r + 1]; every row has at least one.
         page_indptr: [rows + 1] row r's pages are page_ids[page_indptr[r] : page_indptr[r + 1]], in sequence order.
-        page_ids: [page_indptr[-1]] page numbers.
+        page_ids: [page_indptr[-1]] page numbers; the padding page for pages at the start of a row that lie wholly
+            behind the window of all its queries, which were given back: a provider reads nothing of them.
         last_page_len: [rows] tokens in the row's last page after this step, 1 to tokens_per_page.
         kv_len: [rows] tokens that the row attends over, this step's included.
     """
@@ -59,11 +60,13 @@ class KvPageTableV1:
         """Sequences in this step."""
         return len(self.kv_len)
 
-    def validate(self, num_pages: int) -> None:
-        """Raises PageTableError naming the first invariant that does not hold for a pool of `num_pages` pages."""
+    def validate(self, num_pages: int, *, reach: int | None = None) -> None:
+        """Raises PageTableError naming the first invariant that does not hold for a pool of `num_pages` pages, where a
+        query sees `reach` tokens, itself included, or all.
+        """
         self._validate_form()
         self._validate_rows()
-        self._validate_pages(num_pages)
+        self._validate_pages(num_pages, reach)
         self._validate_tokens()
 
     def _validate_form(self) -> None:
@@ -105,7 +108,7 @@ class KvPageTableV1:
                 f"row {row} has kv_len {self.kv_len[row]} but {query_len[row]} new tokens",
             )
 
-    def _validate_pages(self, num_pages: int) -> None:
+    def _validate_pages(self, num_pages: int, reach: int | None) -> None:
         if self.page_indptr[0] != 0 or self.page_indptr[-1] != len(self.page_ids):
             raise PageTableError(
                 "page_indptr_spans_page_ids",
@@ -130,13 +133,23 @@ class KvPageTableV1:
             raise PageTableError(
                 "page_ids_in_pool", f"page_ids[{entry}] is {self.page_ids[entry]} in a pool of {num_pages} pages"
             )
-        if (entry := _first_false(self.page_ids != PADDING_PAGE)) is not None:
-            raise PageTableError("padding_page_unmapped", f"page_ids[{entry}] is the padding page {PADDING_PAGE}")
         row_of_entry = np.repeat(np.arange(self.rows, dtype=np.int64), page_count)
-        keys = np.sort(row_of_entry * num_pages + self.page_ids)
+        mapped = self.page_ids != PADDING_PAGE
+        if (entry := _first_false(mapped | self._is_behind(row_of_entry, reach))) is not None:
+            raise PageTableError("padding_page_unmapped", f"page_ids[{entry}] is the padding page {PADDING_PAGE}")
+        keys = np.sort(row_of_entry[mapped] * num_pages + self.page_ids[mapped])
         if (key := _first_false(keys[1:] != keys[:-1])) is not None:
             row, page = divmod(int(keys[key]), num_pages)
             raise PageTableError("pages_distinct_in_row", f"row {row} maps page {page} more than once")
+
+    def _is_behind(self, row_of_entry: NDArray[np.int64], reach: int | None) -> NDArray[np.bool_]:
+        """Which entries [entries] no query of their row sees a token of."""
+        if reach is None:
+            return np.zeros(len(row_of_entry), np.bool_)
+        oldest_seen = self.kv_len - np.diff(self.query_start) - reach + 1
+        index = np.arange(len(row_of_entry)) - self.page_indptr[row_of_entry]
+        behind: NDArray[np.bool_] = (index + 1) * self.tokens_per_page <= oldest_seen[row_of_entry]
+        return behind
 
     def _validate_tokens(self) -> None:
         query_len = np.diff(self.query_start)

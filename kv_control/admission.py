@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kv_control.queue import LOOK_PAST, QueuedRequest, WaitingQueue
-from kv_control.residency import Residency, Share
+from kv_control.residency import Residency
 from kv_control.running import Int64Array
+from kv_control.share import Share
 
 _NO_ROWS: Int64Array = np.zeros(0, np.int64)
 
@@ -49,7 +50,9 @@ class Admission:
         no_row = self._residency.request_map.free_rows == 0
         if missing <= 0 and not no_row:
             return _NO_ROWS
-        gains = self._residency.pages_gained(juniors, share.held_pages) + np.cumsum(self._outstanding(juniors))
+        gains = self._residency.pages_gained(juniors, share.held_pages) + np.cumsum(
+            self._residency.pages_outstanding(juniors)
+        )
         if gains[-1] < missing:
             return _NO_ROWS
         return juniors[: max(int(np.searchsorted(gains, missing)) + 1, 1)]
@@ -85,18 +88,13 @@ class Admission:
         lower &= running.senior_step > head.seniority.step
         return running.by_seniority(np.flatnonzero(lower))[::-1]
 
-    def _outstanding(self, rows: Int64Array) -> Int64Array:
-        """Pages [n] that `rows` [n] still have to take for the tokens they have."""
-        missing = self._residency.pages_needed(rows, self._running.kv_goal(rows) - self._running.kv_len[rows])
-        return np.maximum(missing, 0)
-
     def _outstanding_pages(self) -> int:
-        return int(self._outstanding(np.flatnonzero(self._residency.request_map.live)).sum())
+        return int(self._residency.pages_outstanding(np.flatnonzero(self._residency.request_map.live)).sum())
 
     def _pages_to_admit(self, request: QueuedRequest, share: Share) -> int:
         # One token beyond what is there, so that a preempted request gets further than it was before.
         tokens = min(len(request.token_ids) + 1, request.max_tokens_total - 1)
-        return self._residency.layout.pages_for(tokens) - share.pages.size
+        return self._residency.pages_to_run(tokens, share)
 
     def _candidates(self, *, made_way: bool) -> Iterator[tuple[QueuedRequest, Share]]:
         """Waiting requests in the order of admission, with what they could share; none that had better wait."""

@@ -168,6 +168,13 @@ class PrefixNodes:
             self._forget_first_page(page)
         return going
 
+    def subtree(self, page: int) -> NDArray[np.int32]:
+        """`page` and all below it, no page before its parent."""
+        found = [page]
+        for node in found:  # which grows meanwhile
+            found += self.newest_children(node, self._num_pages).tolist()
+        return np.array(found, np.int32)
+
     def check_invariants(self, cached: NDArray[np.bool_]) -> None:
         """Raise PrefixNodesError unless the attached pages are the `cached` [num_pages] ones and all links agree."""
         pages = np.array(sorted(self._page_of.values()), np.int32)

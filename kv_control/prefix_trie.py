@@ -3,7 +3,8 @@
 Keys are hashes chained from the namespace digest, and what they find is compared (`prefix_nodes`): a hash that collides
 costs hits, never a wrong one. The trie holds one reference to each of its pages. A request holds whole paths, so pages
 below a page that only the cache holds are cached only as well, and let go of before it: the oldest cached page is a
-leaf, and eviction walks nothing. `match` changes nothing; `hold` makes it count. Nothing recurses, however deep.
+leaf, and eviction walks nothing, unless a request has given back pages behind its window. `match` changes nothing;
+`hold` makes it count. Nothing recurses, however deep.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class PrefixTrie:
         page_tokens = pages.size * self.tokens_per_page
         return PrefixMatch(pages, place, fork, page_tokens, tokens.size, reason, keys, self._generation)
 
-    def hold(self, match: PrefixMatch) -> None:
-        """Hold the pages of `match` and the source of its fork for one request, and count the lookup.
+    def hold(self, match: PrefixMatch, *, behind: int = 0) -> None:
+        """Hold the pages of `match` from `behind` on and the source of its fork for one request; count the lookup.
 
         The caller releases them through the allocator: the source when the step that copies it has been planned, the
         pages with the request. Raises StaleMatchError after an eviction or a reset.
@@ -143,7 +144,7 @@ class PrefixTrie:
                 f"pages have left the trie {self._generation - match.generation} times since the match of "
                 f"{match.pages.size} pages: match again"
             )
-        self.allocator.share(_pages_to_hold(match))
+        self.allocator.share(_pages_to_hold(match)[behind:])
         self._misses[match.miss_reason] += 1
         self._asked_tokens += match.asked_tokens
         self._hit_tokens += match.cached_tokens
@@ -188,14 +189,20 @@ class PrefixTrie:
         return None if key in self._nodes else self.pending.owner_of(key)
 
     def evict(self, pages_wanted: int) -> NDArray[np.int32]:
-        """Free up to `pages_wanted` pages that only the cache holds, oldest leaves first: int32 [freed]."""
+        """Free up to `pages_wanted` pages that only the cache holds, oldest leaves first: int32 [freed].
+
+        Pages below one of them that requests hold stay theirs, no longer cached.
+        """
         freed = [np.zeros(0, np.int32)]
         passed_over = 0
-        while pages_wanted > 0 and passed_over < self.allocator.cached_pages:
+        while pages_wanted > 0 and self.allocator.cached_pages:
+            if passed_over >= self.allocator.cached_pages:
+                self._cut_off_held(int(self.allocator.oldest_cached(1)[0]))
+                passed_over = 0
             oldest = self.allocator.oldest_cached(pages_wanted)
             gone = self._nodes.detach(oldest)
             if gone.size < oldest.size:
-                # Only for a request that let go of a page before the pages below it: these come first after all.
+                # A request let go of a page before the pages below it: these come first after all.
                 self.allocator.renew_cached(oldest[~np.isin(oldest, gone)])
             passed_over = 0 if gone.size else passed_over + oldest.size
             self._evicted.add(self._nodes.key_of(page) for page in gone.tolist())
@@ -255,6 +262,15 @@ class PrefixTrie:
         lengths = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
         best = int(lengths.argmax()) if children.size else 0
         return Fork(int(children[best]), int(lengths[best])) if children.size and lengths[best] else None
+
+    def _cut_off_held(self, page: int) -> None:
+        """Forget what requests hold below the deepest page that only the cache holds, at or below `page`."""
+        below = self._nodes.subtree(page)
+        idle = below[self.allocator.reference_count[below] == 1]
+        held = self._nodes.subtree(int(idle[-1]))[1:]
+        self._nodes.detach(held)
+        self.allocator.release_cached(held)
+        self.allocator.renew_cached(idle[::-1])  # from the leaf up, as they are to go
 
     def _swap(self, own: NDArray[np.int32], path: NDArray[np.int32]) -> int:
         """Put the cached pages of `path` in the place of the caller's first ones, which are released."""

@@ -49,7 +49,8 @@ class RequestMap:
     """The pages of up to `max_requests` live requests, up to `max_pages_per_request` each.
 
     Read-only arrays: `table` int32 [max_requests, max_pages_per_request] (unmapped entries are page 0), `page_count`
-    int32, `epoch` int64 and `live` bool [max_requests].
+    and `first_held` int32, `epoch` int64 and `live` bool [max_requests]. A row's pages before `first_held` were given
+    back: they count, and their entries are page 0.
     """
 
     def __init__(self, max_requests: int, max_pages_per_request: int) -> None:
@@ -61,6 +62,7 @@ class RequestMap:
         self.max_pages_per_request = max_pages_per_request
         self._table = np.full((max_requests, max_pages_per_request), PADDING_PAGE, np.int32)
         self._page_count = np.zeros(max_requests, np.int32)
+        self._first_held = np.zeros(max_requests, np.int32)
         self._epoch = np.zeros(max_requests, np.int64)
         self._live = np.zeros(max_requests, np.bool_)
         self._request_id = np.zeros(max_requests, np.int64)
@@ -69,6 +71,7 @@ class RequestMap:
         self._last_seen = np.zeros(max_requests, np.int64)  # scratch of require_rows
         self.table = _read_only(self._table)
         self.page_count = _read_only(self._page_count)
+        self.first_held = _read_only(self._first_held)
         self.epoch = _read_only(self._epoch)
         self.live = _read_only(self._live)
 
@@ -100,9 +103,9 @@ class RequestMap:
         The caller owes the allocator a release of them; `StepBuilder.release_request` does both.
         """
         row = self.row_of(handle)
-        pages = self.pages_of(row).copy()
-        self._table[row, : pages.size] = PADDING_PAGE
-        self._page_count[row] = 0
+        pages = self.held_pages(row).copy()
+        self._table[row, : self._page_count[row]] = PADDING_PAGE
+        self._page_count[row] = self._first_held[row] = 0
         self._live[row] = False
         self._epoch[row] += 1
         self._free_rows[self._free] = row
@@ -137,6 +140,26 @@ class RequestMap:
     def pages_of(self, row: int) -> NDArray[np.int32]:
         """The pages of `row` in token order: a read-only view, int32 [page_count[row]]."""
         return self.table[row, : self._page_count[row]]
+
+    def held_pages(self, row: int) -> NDArray[np.int32]:
+        """Those of them that were not given back: a read-only view."""
+        return self.table[row, self._first_held[row] : self._page_count[row]]
+
+    def give_back(self, row: int, first_held: int) -> NDArray[np.int32]:
+        """Let go of the pages of `row` before index `first_held` and return them: int32 [<= first_held].
+
+        The caller owes the allocator a release of them. Raises RowMappingError beyond what the row holds.
+        """
+        start = int(self._first_held[row])
+        if not start <= first_held <= self._page_count[row]:
+            raise RowMappingError(
+                f"row {row} holds pages {start} .. {self._page_count[row]}, it cannot give back those before "
+                f"{first_held}"
+            )
+        pages = self._table[row, start:first_held].copy()
+        self._table[row, start:first_held] = PADDING_PAGE
+        self._first_held[row] = first_held
+        return pages
 
     def append_pages(self, rows: ArrayLike, counts: ArrayLike, pages: ArrayLike) -> None:
         """Map the next counts[i] of `pages` [sum counts] behind the pages that rows[i] [n] already holds.
@@ -205,7 +228,7 @@ class RequestMap:
             raise RowMappingError(f"row {rows[repeated][0]} is named more than once: name each row of a step once")
 
     def gather_pages(self, rows: NDArray, counts: NDArray) -> NDArray[np.int32]:
-        """The first counts[i] pages of each rows[i], one after the other: int32 [sum counts].
+        """The first counts[i] pages of each rows[i], one after the other: int32 [sum counts]; page 0 where given back.
 
         The caller has checked the rows and that they hold as many.
         """
@@ -213,7 +236,8 @@ class RequestMap:
 
     def holders(self, num_pages: int) -> NDArray[np.int64]:
         """How many rows hold each page: int64 [num_pages], for `PageAllocator.check_invariants`. O(rows x pages)."""
-        mapped = np.arange(self.max_pages_per_request) < self._page_count[:, None]
+        index = np.arange(self.max_pages_per_request)
+        mapped = (index >= self._first_held[:, None]) & (index < self._page_count[:, None])
         return np.bincount(self._table[mapped], minlength=num_pages)
 
 

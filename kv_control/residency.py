@@ -19,31 +19,10 @@ from kv_control.prefix_values import NOWHERE, Fork, Place, PrefixMatch
 from kv_control.queue import QueuedRequest
 from kv_control.request_map import RequestHandle, RequestMap
 from kv_control.running import Int32Array, Int64Array, RunningRequests
+from kv_control.share import Share
 from kv_control.step_builder import StepBuilder
 
 _NO_PAGES: Int32Array = np.zeros(0, np.int32)
-
-
-class Share(NamedTuple):
-    """What a request need not compute: whole `pages` int32 [n] in token order, and a `fork` of the page after them."""
-
-    pages: Int32Array
-    fork: Fork | None
-    place: Place
-    match: PrefixMatch | None
-
-    def cached_tokens(self, tokens_per_page: int) -> int:
-        """Tokens whose K/V is there already."""
-        return self.pages.size * tokens_per_page + (self.fork.tokens if self.fork else 0)
-
-    @property
-    def held_pages(self) -> Int32Array:
-        """Every page that must stay while the request enters."""
-        return np.append(self.pages, np.int32(self.fork.source_page)) if self.fork else self.pages
-
-    def without_fork(self) -> "Share":
-        """The whole pages alone."""
-        return self._replace(fork=None, match=self.match and self.match._replace(fork=None))
 
 
 class PageStep(NamedTuple):
@@ -60,6 +39,9 @@ class PageStep(NamedTuple):
 class Residency:
     """Rows and pages of running requests. With `prefix_cache=False` nothing is looked up or published; forks still
     share.
+
+    `reach` is how many tokens a query sees, itself included, or None for all: pages wholly behind what any later query
+    of a request sees are given back while it runs. `max_step_tokens` bounds what one step adds to a request.
     """
 
     def __init__(
@@ -68,10 +50,19 @@ class Residency:
         *,
         max_requests: int,
         max_context: int,
+        max_step_tokens: int,
+        reach: int | None = None,
         prefix_cache: bool = True,
         digest: Callable[[bytes], bytes] = page_digest,
     ) -> None:
         self.layout = layout
+        self.reach = reach
+        # What a window and a step touch, and one page that is full before the host knows its tokens.
+        self._most_held = (
+            layout.pages_for(max_context)
+            if reach is None
+            else layout.pages_for(reach) + layout.pages_for(max_step_tokens) + 2
+        )
         self.prefix_cache = prefix_cache
         self.allocator = PageAllocator(layout.num_pages)
         self.request_map = RequestMap(max_requests, layout.pages_for(max_context))
@@ -105,14 +96,14 @@ class Residency:
         """
         match = self._match(request)
         parent = self._handles.get(request.parent) if request.parent is not None else None
-        if parent is not None:
+        if parent is not None and not self.request_map.first_held[parent.row]:
             return self._share_of_parent(request, parent.row, match)
         if match is None:
-            return Share(_NO_PAGES, None, NOWHERE, None)
+            return Share(_NO_PAGES, None, NOWHERE, None, 0)
         missing = match.missing_key if may_wait and request.read_cache else None
         if missing is not None and self.trie.pending_owner(missing) is not None:
             return None
-        return Share(match.pages, match.fork, match.place, match)
+        return Share(match.pages, match.fork, match.place, match, self._pages_behind(match.cached_tokens))
 
     def room_beside(self, share: Share) -> int:
         """Pages that could be dealt once `share` is held."""
@@ -134,10 +125,11 @@ class Residency:
         handle = self.request_map.open(request.request_id)
         row = handle.row
         if share.match is not None:
-            self.trie.hold(share.match)
+            self.trie.hold(share.match, behind=share.behind)
         else:
             self.allocator.share(share.held_pages)
         self.request_map.append_pages(np.array([row]), np.array([share.pages.size]), share.pages)
+        self.request_map.give_back(row, share.behind)
         if share.fork is not None:
             self._forks[row] = share.fork
         cached_tokens = share.cached_tokens(self.layout.tokens_per_page)
@@ -173,6 +165,19 @@ class Residency:
         """New pages [n] that `rows` [n] take when they compute `new_tokens` [n] more."""
         pages = -(-(self.running.kv_len[rows] + new_tokens) // self.layout.tokens_per_page)
         return pages - self.request_map.page_count[rows]
+
+    def pages_outstanding(self, rows: Int64Array) -> Int64Array:
+        """Pages [n] that `rows` [n] may yet take beyond those that they hold, for the tokens that they have."""
+        missing = self.pages_needed(rows, self.running.kv_goal(rows) - self.running.kv_len[rows])
+        held = self.request_map.page_count[rows] - self.request_map.first_held[rows]
+        return np.clip(missing, 0, np.maximum(self._most_held - held, 0))
+
+    def pages_to_run(self, tokens: int, share: Share | None = None) -> int:
+        """Pages that a request of `tokens` takes at once at most, beyond those of `share`."""
+        pages, held = self.layout.pages_for(tokens), 0
+        if share is not None:
+            pages, held = pages - share.pages.size, share.pages.size - share.behind
+        return min(pages, max(self._most_held - held, 1))
 
     def pages_gained(self, rows: Int64Array, beside: Int32Array = _NO_PAGES) -> Int64Array:
         """How many more pages could be dealt once the first of `rows` [n] left, the first two, ...: [n].
@@ -211,6 +216,20 @@ class Residency:
         self.running.kv_len[rows] = kv_len + new_tokens
         return PageStep(table, reservation.dirty, np.asarray(sources, np.int32), np.asarray(targets, np.int32))
 
+    def give_back(self, rows: Int64Array) -> None:
+        """Let go of the pages of `rows` [n] that no query after those of planned steps sees.
+
+        Not of one that is to be published yet: it may be full before the host knows its tokens.
+        """
+        if self.reach is None:
+            return
+        for row in rows.tolist():
+            behind = self._pages_behind(int(self.running.kv_len[row]))
+            if self.prefix_cache and self._place[row] != NOWHERE:
+                behind = min(behind, int(self._published_pages[row]))
+            if behind > self.request_map.first_held[row]:
+                self.allocator.release(self.request_map.give_back(row, behind))
+
     def publish(self, rows: Int64Array) -> None:
         """Cache the pages of `rows` [n] that are full of known tokens and not published yet."""
         if not self.prefix_cache:
@@ -230,6 +249,10 @@ class Residency:
         self.allocator.require_clean(np.flatnonzero(holders))
         self.trie.check_invariants()
 
+    def _pages_behind(self, position: int) -> int:
+        """Whole pages that a query at `position`, and those after it, see nothing of."""
+        return 0 if self.reach is None else max(position - self.reach + 1, 0) // self.layout.tokens_per_page
+
     def _match(self, request: QueuedRequest) -> PrefixMatch | None:
         if not self.prefix_cache:
             return None
@@ -247,9 +270,10 @@ class Residency:
         pages = self.request_map.pages_of(row)
         fork = Fork(int(pages[whole]), rest) if rest else None
         pages = pages[:whole].copy()
+        behind = self._pages_behind(request.prompt_len - 1)
         if match is not None and np.array_equal(match.pages, pages):
-            return Share(pages, fork, match.place, match._replace(fork=fork))
-        return Share(pages, fork, NOWHERE, None)
+            return Share(pages, fork, match.place, match._replace(fork=fork), behind)
+        return Share(pages, fork, NOWHERE, None, behind)
 
     def _publish_row(self, row: int, end: int) -> None:
         start = int(self._published_pages[row])

@@ -7,14 +7,12 @@ to `admission`. Nothing changes where a step cannot be formed.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
-from kv_common.page_table import KvPageTableV1
 from kv_control.admission import Admission, Granted
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.prefix_trie import page_digest
@@ -22,6 +20,7 @@ from kv_control.queue import AGING_STEPS, QueuedRequest, Seniority, WaitingQueue
 from kv_control.request_map import RequestHandle
 from kv_control.residency import Residency
 from kv_control.running import Int32Array, Int64Array
+from kv_control.step_plan import StepPlan
 
 
 class RequestTooLargeError(JaxkvError):
@@ -36,28 +35,6 @@ class UnknownRequestError(JaxkvError):
     """A request id that is neither waiting nor running."""
 
 
-class StepPlan(NamedTuple):
-    """One step: what to compute, and which rows sample a token at its end.
-
-    rows, epochs, request_ids, positions, samples: [n] in the order of `table`; `positions` is the index that the
-    row's next token will have in its sequence. token_rows: [tokens]. Before anything is written the step clears
-    `scrub_pages` and then copies `copy_sources` to `copy_targets`. `admitted` are rows.
-    """
-
-    rows: Int64Array
-    epochs: Int64Array
-    request_ids: Int64Array
-    positions: Int64Array
-    samples: NDArray[np.bool_]
-    token_rows: Int64Array
-    table: KvPageTableV1
-    scrub_pages: Int32Array
-    copy_sources: Int32Array
-    copy_targets: Int32Array
-    admitted: tuple[int, ...]
-    preempted: tuple[int, ...]
-
-
 class Scheduler:
     """Owns the queue and, through `residency`, the running rows and their pages."""
 
@@ -69,6 +46,7 @@ class Scheduler:
         max_step_tokens: int,
         max_context: int,
         max_waiting: int | None = None,
+        reach: int | None = None,
         prefix_cache: bool = True,
         longest_prefix_first: bool = False,
         digest: Callable[[bytes], bytes] = page_digest,
@@ -80,7 +58,13 @@ class Scheduler:
             )
         self.layout = layout
         self.residency = Residency(
-            layout, max_requests=max_requests, max_context=max_context, prefix_cache=prefix_cache, digest=digest
+            layout,
+            max_requests=max_requests,
+            max_context=max_context,
+            max_step_tokens=max_step_tokens,
+            reach=reach,
+            prefix_cache=prefix_cache,
+            digest=digest,
         )
         self.running = self.residency.running
         self._max_context = max_context
@@ -138,7 +122,7 @@ class Scheduler:
         share = self.residency.find(request, may_wait=False)
         assert share is not None
         try:
-            needed = self.layout.pages_for(len(token_ids)) - share.pages.size
+            needed = self.residency.pages_to_run(len(token_ids), share)
             fitted = self.residency.fitted(share, needed)
             if fitted is None:
                 raise OutOfPagesError(needed, self.residency.room_beside(share.without_fork()))
@@ -224,7 +208,7 @@ class Scheduler:
                 f"answer; shorten the prompt"
             )
         total = min(tokens + max_new_tokens, self._max_context)
-        needed = self.layout.pages_for(total - 1)
+        needed = self.residency.pages_to_run(total - 1)
         if needed > self.layout.usable_pages:
             raise RequestTooLargeError(
                 f"{tokens} prompt tokens and {total - tokens} new ones need {needed} pages of "
@@ -279,6 +263,7 @@ class Scheduler:
         running = self.running
         pages = self.residency.advance(rows, tokens)
         self.residency.publish(rows)
+        self.residency.give_back(rows)
         self._steps += 1
         kv_len = running.kv_len[rows]
         samples = kv_len == running.num_tokens[rows]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kv_common.errors import JaxkvError
-from kv_common.layout import KvStorageLayoutV1
+from kv_common.layout import PADDING_PAGE, KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
 from kv_control.page_allocator import PageAllocator
 from kv_control.request_map import RequestHandle, RequestMap, ragged_ranges
@@ -148,16 +148,17 @@ class StepBuilder:
         Raises StaleHandleError.
         """
         # The allocator checks first: were it to object, the request would still be open and its pages still mapped.
-        freed = self.allocator.release(self.request_map.pages_of(self.request_map.row_of(handle)))
+        freed = self.allocator.release(self.request_map.held_pages(self.request_map.row_of(handle)))
         self.request_map.close(handle)
         return freed
 
     def _gather_clean(self, rows: NDArray, page_counts: NDArray, page_indptr: NDArray) -> NDArray[np.int32]:
-        """The pages of `rows` [n], page_counts [n] of each, all of them clean: int32 [page_indptr[-1]]."""
+        """The pages of `rows` [n], page_counts [n] of each, all that are held clean: int32 [page_indptr[-1]]."""
         page_ids = np.empty(page_indptr[-1], np.int32)
+        any_given_back = self.request_map.first_held[rows].any()
         for first, last in pairwise(_row_blocks(page_indptr)):
             block = self.request_map.gather_pages(rows[first:last], page_counts[first:last])
-            self.allocator.require_clean(block)
+            self.allocator.require_clean(block[block != PADDING_PAGE] if any_given_back else block)
             page_ids[page_indptr[first] : page_indptr[last]] = block
         return page_ids
 

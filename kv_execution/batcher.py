@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.model_spec import ModelSpec
 from kv_control.page_allocator import OutOfPagesError
-from kv_control.scheduler import StepPlan
+from kv_control.step_plan import StepPlan
 from kv_execution.adapters import AdapterChoice, Adapters
 from kv_execution.constraints import TokenConstraint
 from kv_execution.requests import TokenOutput, make_request

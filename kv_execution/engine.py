@@ -255,6 +255,7 @@ class PagedEngine:
             max_step_tokens=self.config.max_step_tokens,
             max_context=self._buckets.max_context,
             max_waiting=self.config.max_waiting,
+            reach=self.model.spec.attention_reach,
             prefix_cache=self.config.prefix_cache,
             longest_prefix_first=self.config.longest_prefix_first,
         )

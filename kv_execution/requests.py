@@ -1,4 +1,4 @@
-"""What a caller gets back from a request: token by token, or whole."""
+"""A request as it runs, and what its caller gets back: token by token, or whole."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +119,6 @@ def make_request(
         params=params,
         seed=draw_seed() if params.seed is None else params.seed,
         stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
-        constraint=constraint,
         adapter_slot=adapter_slot,
+        constraint=constraint,
     )

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_control.buckets import ShapeBuckets, StepShape
 from kv_control.page_allocator import OutOfPagesError
-from kv_control.scheduler import Scheduler, StepPlan
+from kv_control.scheduler import Scheduler
+from kv_control.step_plan import StepPlan
 from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.processes import PeerLostError
@@ -253,7 +254,7 @@ class PagedRuntime:
     def _check(self, plan: StepPlan) -> None:
         """Debug mode, before a step: prove the bookkeeping, and make the pages loud that the step has to clear."""
         if self._debug:
-            plan.table.validate(self.layout.num_pages)
+            plan.table.validate(self.layout.num_pages, reach=self.scheduler.residency.reach)
             self.scheduler.residency.check_invariants()
             self._poison(plan.scrub_pages)
 

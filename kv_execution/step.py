@@ -126,6 +126,7 @@ def build_step_programs(
             num_pages=layout.num_pages,
             unroll=unroll_layers,
             tensor_width=1 if mesh is None else mesh.width,
+            expert_shards=1 if mesh is None else mesh.expert_shards,
             adapter_mask=None if adapters is None else column_mask(inputs.adapter_slots, adapters),
         )
         logits, view = model.forward(params, token_ids, view, logit_rows)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
 from kv_control.buckets import StepShape, page_entries, scrub_entries
-from kv_control.scheduler import StepPlan
+from kv_control.step_plan import StepPlan
 from kv_execution.step import ForwardInputs
 from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.provider import KernelProvider, PlanShape

@@ -55,17 +55,27 @@ def tile_width(pairs: int, num_experts: int) -> int:
 
 
 def expert_mlp(
-    provider: KernelProvider, x: jax.Array, routing: Routing, experts: Experts, layer: LayerIndex
+    provider: KernelProvider,
+    x: jax.Array,
+    routing: Routing,
+    experts: Experts,
+    layer: LayerIndex,
+    *,
+    first_expert: jax.Array | int = 0,
 ) -> jax.Array:
-    """Sum over a token's choices of weight * expert(x): x [tokens, hidden] -> the same shape, float32."""
+    """Sum over a token's choices of weight * expert(x): x [tokens, hidden] -> the same shape, float32.
+
+    `experts` may be some of those routed to, from `first_expert` on: then choices of others add nothing.
+    """
     tokens, k = routing.chosen.shape
     num_experts = experts.gate.stack[1]
     pairs = tokens * k
     width = tile_width(pairs, num_experts)
     gate, up, down = (Affine(flatten_stack(weight)) for weight in (experts.gate, experts.up, experts.down))
-    of_pair = routing.chosen.reshape(-1)
+    of_pair = routing.chosen.reshape(-1) - first_expert
+    of_pair = jnp.where((of_pair >= 0) & (of_pair < num_experts), of_pair, num_experts)  # others' come last
     by_expert = jnp.argsort(of_pair, stable=True)
-    count = jnp.zeros(num_experts, jnp.int32).at[of_pair].add(1)
+    count = jnp.zeros(num_experts, jnp.int32).at[of_pair].add(1, mode="drop")
     first_pair = jnp.cumsum(count) - count
     tiles = -(-count // width)
     end_tile = jnp.cumsum(tiles)

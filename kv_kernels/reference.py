@@ -142,8 +142,11 @@ class ReferenceProvider(ComposedKernels):
                 finite_best = jnp.where(jnp.isfinite(new_best), new_best, 0)
                 weight = jnp.exp(score - finite_best[..., None])
                 shrink = jnp.exp(best - finite_best)
-                # A weight of 0 does not silence a NaN that a stale tail of a page may hold.
-                value = jnp.where((key_position < kv_len)[:, None, None], value, 0)
+                # A weight of 0 does not silence a NaN that the stale tail of a page may hold, or a page given back.
+                held = key_position < kv_len
+                if window is not None:
+                    held &= key_position > position - window
+                value = jnp.where(held[:, None, None], value, 0)
                 added = jnp.einsum("hqk,khd->hqd", weight, value, preferred_element_type=jnp.float32)
                 return new_best, total * shrink + weight.sum(-1), values * shrink[..., None] + added
 

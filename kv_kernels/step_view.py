@@ -27,7 +27,7 @@ from kv_kernels.provider import (
     Rotation,
     Scoring,
 )
-from kv_kernels.tensor_parallel import KV_HEAD_SHARD, TENSOR_AXES, Split
+from kv_kernels.tensor_parallel import EXPERT, KV_HEAD_SHARD, TENSOR_AXES, Split
 from kv_kernels.weights import LayerIndex, StoredWeight
 
 
@@ -61,6 +61,7 @@ class StepView:
     num_pages: int = field(metadata={"static": True})
     unroll: bool = field(default=False, metadata={"static": True})
     tensor_width: int = field(default=1, metadata={"static": True})  # above 1 inside a `TensorMesh.manual` region
+    expert_shards: int = field(default=1, metadata={"static": True})
     adapter_mask: jax.Array | None = None
 
     def attend(
@@ -185,11 +186,14 @@ class StepView:
     ) -> jax.Array:
         """residual [tokens, hidden] + scale * norm(the chosen experts' MLPs of x [tokens, hidden], weighted).
 
-        Under tensor parallelism every rank has its part of each expert's inner features.
+        Under tensor parallelism every rank has its part of each expert's inner features, and over an axis for experts
+        some of the experts.
         """
-        total = expert_mlp(self.provider, x, routing, experts, layer)
-        if self.tensor_width > 1:
-            total = lax.psum(total, TENSOR_AXES)
+        shards, axes = self.expert_shards, TENSOR_AXES if self.tensor_width > 1 else ()
+        first = lax.axis_index(EXPERT) * experts.gate.stack[1] if shards > 1 else 0
+        total = expert_mlp(self.provider, x, routing, experts, layer, first_expert=first)
+        if shards > 1 or axes:
+            total = lax.psum(total, (*axes, EXPERT) if shards > 1 else axes)
         return self._add(residual, total.astype(x.dtype), layer, norm, scale)
 
     def _add(self, residual: jax.Array, x: jax.Array, layer: LayerIndex, norm: Norm | None, scale: float) -> jax.Array:

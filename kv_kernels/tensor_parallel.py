@@ -4,7 +4,8 @@ Contract: two mesh axes together are the tensor axis, in row-major order: `kv_he
 `kv_head_replica` over the devices that hold the same K/V head, where there are more devices than heads. So rank i finds
 K/V head i // replicas beside its query heads, and one mesh serves parameters and pools. A mesh may have more axes:
 everything is replicated over those, and only the tensor axes are manual, so that a data or an expert axis finds its
-place beside them. XLA cannot partition a kernel's custom call, so the network runs in one manual region, in which
+place beside them. An axis named `expert` is manual too: every device of it holds some of a mixture's experts and all of
+the rest. XLA cannot partition a kernel's custom call, so the network runs in one manual region, in which
 every device sees its own heads and the only collectives are those that `StepView` writes down.
 """
 
@@ -21,13 +22,15 @@ from kv_common.errors import JaxkvError
 KV_HEAD_SHARD = "kv_head_shard"
 KV_HEAD_REPLICA = "kv_head_replica"
 TENSOR_AXES = (KV_HEAD_SHARD, KV_HEAD_REPLICA)
+EXPERT = "expert"
 
 POOL_SPEC = PartitionSpec(None, None, KV_HEAD_SHARD, None)
 """Pools [pages of all layers, tokens_per_page, kv_heads, head_dim]."""
 
-Split = Literal["whole", "outputs", "kv_outputs", "inputs", "vocabulary"]
+Split = Literal["whole", "outputs", "kv_outputs", "inputs", "vocabulary", "expert_outputs", "expert_inputs"]
 """How a parameter is spread: its output features over all ranks, over ranks of different K/V heads (for K and V), its
-input features, or its output features where they divide (the vocabulary)."""
+input features, or its output features where they divide (the vocabulary). A stack [layers, experts, out, in] is spread
+by experts besides, where the mesh has an axis for them."""
 
 
 class TensorParallelError(JaxkvError):
@@ -57,6 +60,12 @@ class TensorMesh:
         return self.axes.shards * self.axes.replicas
 
     @property
+    def expert_shards(self) -> int:
+        """Devices that the experts of a mixture are spread over; 1 without an axis for them."""
+        shards: int = self.mesh.shape.get(EXPERT, 1)
+        return shards
+
+    @property
     def num_processes(self) -> int:
         return len({device.process_index for device in self.mesh.devices.flat})
 
@@ -68,13 +77,13 @@ class TensorMesh:
         return self.sharding(PartitionSpec())
 
     def manual(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` run by every rank on its own part; specs name tensor axes only."""
+        """`function` run by every rank on its own part; specs name tensor axes and EXPERT only."""
         mapped: Callable[..., Any] = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(TENSOR_AXES),
+            axis_names={*TENSOR_AXES, EXPERT} & set(self.mesh.axis_names),
             check_vma=False,  # kernels' custom calls say nothing about what varies
         )
         return mapped
@@ -82,11 +91,14 @@ class TensorMesh:
     def spec_of(self, split: Split, shape: tuple[int, ...], is_matrix: bool) -> PartitionSpec:
         """Where a parameter of `shape` goes: a matrix [*stack, out, in], or a vector [*stack, out]."""
         out_axis = len(shape) - (2 if is_matrix else 1)
-        axis = len(shape) - 1 if split == "inputs" else out_axis
+        axis = len(shape) - 1 if split in ("inputs", "expert_inputs") else out_axis
         if split == "whole" or (split == "vocabulary" and shape[axis] % self.width):
             return PartitionSpec()
         names = (KV_HEAD_SHARD,) if split == "kv_outputs" else TENSOR_AXES
-        return PartitionSpec(*(names if at == axis else None for at in range(len(shape))))
+        spec = [names if at == axis else None for at in range(len(shape))]
+        if split in ("expert_outputs", "expert_inputs") and self.expert_shards > 1:
+            spec[1] = (EXPERT,)
+        return PartitionSpec(*spec)
 
 
 def tensor_mesh(tensor_parallel: int | Mesh, num_kv_heads: int) -> TensorMesh | None:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from kv_common import JaxkvError, __version__
-from kv_serving import process_options
+from kv_serving import process_options, quantize_command
 from kv_serving.batch_command import batch
 from kv_serving.byte_size import parse_byte_size
 from kv_serving.chat_repl import HELP, ChatRepl
@@ -216,6 +216,7 @@ def inspect(
 
 app.command()(serve)
 app.command()(batch)
+app.command()(quantize_command.quantize)
 
 
 def _read_line() -> str:

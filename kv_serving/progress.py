@@ -1,4 +1,4 @@
-"""Progress bars for the two long waits, loading weights and compiling steps; silent where there is no terminal."""
+"""Progress bars for the long waits: weights, compiling steps, scoring a text; silent where there is no terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ CompileProgress = Callable[[int, object], None]
 
 
 @contextmanager
-def load_progress(console: Console) -> Iterator[Callable[["LoadProgress"], None]]:
-    """A bar of parameters while weights load."""
-    columns = (TextColumn("loading"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
+def load_progress(console: Console, what: str = "loading") -> Iterator[Callable[["LoadProgress"], None]]:
+    """A bar of parameters while weights load, or are written."""
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
@@ -36,5 +36,18 @@ def compile_progress(console: Console, shapes: int) -> Iterator[CompileProgress]
 
         def update(done: int, shape: object) -> None:
             bar.update(task, completed=done)
+
+        yield update
+
+
+@contextmanager
+def score_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of windows while a text is scored: (windows done, of how many)."""
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
 
         yield update

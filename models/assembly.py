@@ -1,7 +1,7 @@
 """From the tensors of a checkpoint to the parameters of a decoder: names and shapes checked first, then stack by stack.
 
-Layers are written one at a time into their stack in its final dtype, and a stack goes to the device before the next is
-begun, so peak memory is the model, one stack and one tensor, and one stack's share of the mapped file.
+Layers are written one at a time into their stack in its final dtype, which the device takes over where it can, so peak
+memory on a CPU is the model and a part of a tensor; elsewhere a stack goes to the device before the next is begun.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def assemble(
         else:
             offset = norm_offset if path.endswith("norm.weight") else 0.0
             placed = _place(shape, split, functools.partial(reader.vector, offset=offset), mesh, is_matrix=False)
-        checkpoint.release()
         insert(parameters, path, placed)
         done += math.prod(shape)
         if progress is not None:

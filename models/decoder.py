@@ -191,9 +191,9 @@ class MixtureMlp(nnx.Module):
         assert config.experts is not None
         self.router = Linear(config.hidden_size, config.experts.count, split="whole", stack=(config.num_layers,))
         stack = (config.num_layers, config.experts.count)
-        self.expert_gate = Linear(config.hidden_size, config.intermediate_size, split="outputs", stack=stack)
-        self.expert_up = Linear(config.hidden_size, config.intermediate_size, split="outputs", stack=stack)
-        self.expert_down = Linear(config.intermediate_size, config.hidden_size, split="inputs", stack=stack)
+        self.expert_gate = Linear(config.hidden_size, config.intermediate_size, split="expert_outputs", stack=stack)
+        self.expert_up = Linear(config.hidden_size, config.intermediate_size, split="expert_outputs", stack=stack)
+        self.expert_down = Linear(config.intermediate_size, config.hidden_size, split="expert_inputs", stack=stack)
         self.activation = config.activation
         self.experts = config.experts
 

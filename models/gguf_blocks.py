@@ -47,6 +47,16 @@ def split_blocks(rows: np.ndarray, kind: QuantKind) -> BlockQuantWeight:
     return _SPLITS.get(kind, _split_blocks_of_32)(blocks, kind)
 
 
+def join_blocks(weight: BlockQuantWeight) -> np.ndarray:
+    """The rows of an unstacked weight as blocks, uint8 [out, bytes]; of the kinds that have blocks of 32."""
+    form = BLOCKS[weight.kind]
+    blocks = np.empty(weight.scales.shape, form)
+    for name in form.names or ():
+        field, part = blocks[name], np.ascontiguousarray(getattr(weight, name))
+        field[...] = part.view(field.dtype).reshape(field.shape)
+    return blocks.view(np.uint8)
+
+
 def _split_blocks_of_32(blocks: np.ndarray, kind: QuantKind) -> BlockQuantWeight:
     form = FORMS[kind]
     quants = np.ascontiguousarray(blocks["quants"]).view(np.int8 if form.is_bytes else np.uint8)

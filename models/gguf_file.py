@@ -80,9 +80,13 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """metadata holds numbers, strings and lists, by key; tensors by name, in the mapping of the whole file."""
+    """metadata holds numbers, strings and lists, by key; tensors by name, in the mapping of the whole file.
+
+    pairs: where each key and its value lie in the file, for those who write them again.
+    """
 
     metadata: dict[str, Any]
+    pairs: dict[str, slice]
     tensors: dict[str, GgufTensor]
     mapping: mmap.mmap
 
@@ -119,9 +123,12 @@ def read_gguf(path: Path) -> GgufFile:
             )
         tensor_count, pair_count = cursor.scalar("<Q"), cursor.scalar("<Q")
         metadata: dict[str, Any] = {}
+        pairs: dict[str, slice] = {}
         for _ in range(pair_count):
+            begin = cursor.offset
             key = cursor.name()
             metadata[key] = cursor.value(cursor.scalar("<I"))
+            pairs[key] = slice(begin, cursor.offset)
         infos = [_TensorInfo.read(cursor) for _ in range(tensor_count)]
     except _CutShort as error:
         raise CheckpointError(f"{path} is cut short ({data.size} bytes end inside its header): get it again") from error
@@ -131,7 +138,7 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{path} is damaged (general.alignment is {alignment!r}): get it again")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufFile(metadata, {info.name: _map_tensor(path, data, start, info) for info in infos}, mapping)
+    return GgufFile(metadata, pairs, {info.name: _map_tensor(path, data, start, info) for info in infos}, mapping)
 
 
 class _Cursor:

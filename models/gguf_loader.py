@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +20,7 @@ _KINDS = {kind.upper(): kind for kind in BLOCKS}
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file (see `models.assembly.Checkpoint`) and its `metadata`.
+    """The tensors of a GGUF file (see `models.checkpoint.Checkpoint`), and the `file`.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `models.gguf_file.read_gguf`.
@@ -29,23 +28,20 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.origin = str(path)
-        file = read_gguf(path)
-        self.metadata: dict[str, Any] = file.metadata
-        self._tensors = file.tensors
-        self._mapping = file.mapping
+        self.file = read_gguf(path)
 
     @property
     def names(self) -> Collection[str]:
-        return self._tensors.keys()
+        return self.file.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self.file.tensors[name].shape
 
     def quantization(self, name: str) -> QuantKind | None:
-        return _KINDS.get(self._tensors[name].storage.name)
+        return _KINDS.get(self.file.tensors[name].storage.name)
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
-        tensor = self._tensors[name]
+        tensor = self.file.tensors[name]
         kind = self.quantization(name)
         index = whole_index(tensor.shape) if index is None else index
         if kind is None:
@@ -59,10 +55,10 @@ class GgufCheckpoint:
 
     def release(self) -> None:
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+            self.file.mapping.madvise(mmap.MADV_DONTNEED)
 
     def numbers(self, name: str) -> tuple[float, ...] | None:
         """The values of a small tensor, such as RoPE frequency factors; None where there is none of that name."""
-        if name not in self._tensors:
+        if name not in self.file.tensors:
             return None
         return tuple(np.asarray(self.read(name), np.float64).reshape(-1).tolist())

@@ -1,17 +1,18 @@
-"""A byte-level BPE tokenizer built from the metadata of a GGUF file.
+"""A tokenizer built from the metadata of a GGUF file: byte-level BPE, or SentencePiece's.
 
-GGUF names its pre-tokenizer (how text is split before merging) and leaves its definition to the reader, so only names
-whose definition is known are accepted. `default` is refused: converters write it when they did not recognize the
-tokenizer.
+For byte-level BPE, GGUF names the pre-tokenizer (how text is split before merging) and leaves its definition to the
+reader, so only names whose definition is known are accepted. `default` is refused: converters write it when they did
+not recognize the tokenizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
+from models.sentencepiece_bpe import CONTROL, NORMAL, USER_DEFINED, sentencepiece_bpe
 from models.tokenizer import Tokenizer, TokenizerError, first_line
 
 _GPT2_DIGITS = tokenizers.pre_tokenizers.Digits(individual_digits=True)
@@ -21,6 +22,18 @@ _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SUFFIX"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SUFFIX"
+    r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PATTERNS = {
+    "llama3": _CL100K.replace("DIGITS", "{1,3}"),
+    "dbrx": _CL100K.replace("DIGITS", "{1,3}"),
+    "qwen2": _CL100K.replace("DIGITS", ""),
+    "tekken": _CASED.replace("SUFFIX", "").replace("DIGITS", ""),
+    "gpt-4o": _CASED.replace("SUFFIX", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", "{1,3}"),
+}
 _GGUF_PRE = {
     "smollm": "smollm",
     "gpt-2": "gpt2",
@@ -32,34 +45,29 @@ _GGUF_PRE = {
     "dbrx": "dbrx",
     "smaug-bpe": "dbrx",
     "refact": "smollm",
+    "olmo": "gpt2",
+    "tekken": "tekken",
+    "gpt-4o": "gpt-4o",
 }
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
-    """Byte-level BPE from the vocabulary and merges in a GGUF file's metadata.
+    """Byte-level or SentencePiece BPE from the vocabulary in a GGUF file's metadata.
 
     Raises:
         TokenizerError: another tokenizer model or pre-tokenizer than those implemented, or the metadata is incomplete.
     """
     model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if model not in builders:
         raise TokenizerError(
-            f"{origin} has the tokenizer model {model!r}, implemented in GGUF files is 'gpt2': use the model's "
-            "Hugging Face directory"
+            f"{origin} has the tokenizer model {model!r}, implemented in GGUF files are {', '.join(builders)}: use the "
+            "model's Hugging Face directory"
         )
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _GGUF_PRE:
-        raise TokenizerError(
-            f"{origin} has the pre-tokenizer {pre!r}, implemented are {', '.join(_GGUF_PRE)}: "
-            "use a file from a current converter, or the model's Hugging Face directory"
-        )
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise TokenizerError(f"{origin} lacks tokenizer.ggml.tokens or tokenizer.ggml.merges: get the file again")
-    backend = _byte_level_bpe(tokens, merges, _GGUF_PRE[pre], origin)
-    types = metadata.get("tokenizer.ggml.token_type") or []
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    tokens = _list(metadata, "tokens", origin)
+    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    backend = builders[model](metadata, tokens, types, origin)
+    for wanted, special in ((CONTROL, True), (USER_DEFINED, False)):
         texts = [text for text, kind in zip(tokens, types, strict=False) if kind == wanted]
         added = [tokenizers.AddedToken(text, special=special, normalized=False) for text in texts]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
@@ -71,8 +79,44 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
         backend,
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=metadata.get("tokenizer.ggml.eos_token_id"),
-        prepend_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
+        # SentencePiece models begin with it unless the file says otherwise.
+        prepend_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama")),
     )
+
+
+def _list(metadata: Mapping[str, Any], name: str, origin: str) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list):
+        raise TokenizerError(f"{origin} lacks tokenizer.ggml.{name}: get the file again")
+    return values
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], origin: str
+) -> tokenizers.Tokenizer:
+    scores = _list(metadata, "scores", origin)
+    if not len(tokens) == len(scores) == len(types):
+        raise TokenizerError(
+            f"{origin} has {len(tokens)} tokens, {len(scores)} scores and {len(types)} types: get the file again"
+        )
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
+        raise TokenizerError(
+            f"{origin} has remove_extra_whitespaces, which is not implemented: use the model's Hugging Face directory"
+        )
+    prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return sentencepiece_bpe(tokens, scores, types, prefix_space=prefix_space)
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], origin: str
+) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in _GGUF_PRE:
+        raise TokenizerError(
+            f"{origin} has the pre-tokenizer {pre!r}, implemented are {', '.join(_GGUF_PRE)}: "
+            "use a file from a current converter, or the model's Hugging Face directory"
+        )
+    return _byte_level_bpe(tokens, _list(metadata, "merges", origin), _GGUF_PRE[pre], origin)
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, origin: str) -> tokenizers.Tokenizer:
@@ -84,7 +128,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, origin: str)
         model = tokenizers.models.BPE(
             vocab={text: token for token, text in enumerate(tokens)},
             merges=pairs,
-            ignore_merges=pre == "llama3",  # its vocabulary has words that no sequence of merges reaches
+            ignore_merges=pre in ("llama3", "tekken"),  # their vocabularies have words that no merges reach
         )
     except Exception as error:  # the library raises bare Exception, e.g. for a merge outside the vocabulary
         raise TokenizerError(f"{origin} has a damaged vocabulary ({first_line(error)}): get the file again") from error
@@ -95,7 +139,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, origin: str)
     elif pre == "smollm":
         backend.pre_tokenizer = sequence([_GPT2_DIGITS, _GPT2])
     else:
-        pattern = tokenizers.Regex(_CL100K.replace("DIGITS", "{1,3}" if pre in ("llama3", "dbrx") else ""))
+        pattern = tokenizers.Regex(_PATTERNS[pre])
         backend.pre_tokenizer = sequence([tokenizers.pre_tokenizers.Split(pattern, behavior="isolated"), _BYTES])
     if pre == "qwen2":
         backend.normalizer = tokenizers.normalizers.NFC()

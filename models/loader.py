@@ -191,7 +191,7 @@ def _load_directory(
 
 def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None) -> LoadedModel:
     checkpoint = GgufCheckpoint(path)
-    metadata = checkpoint.metadata
+    metadata = checkpoint.file.metadata
     architecture = ConfigFields(metadata, path.name).take("general.architecture", str)
     form = gguf_format_of(architecture, path.name)
     prefix = f"{architecture}."
@@ -253,6 +253,7 @@ def _finish(
         parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
         eos_token_ids=generation.eos_token_ids,
         attention_window=max((window for window in config.windows if window is not None), default=None),
+        attention_reach=None if None in config.windows else max(each for each in config.windows if each is not None),
         attention_soft_cap=config.attention_soft_cap,
     )
     logger.info(

@@ -118,6 +118,14 @@ def _numbers(words: np.ndarray, bits: int) -> np.ndarray:
     return np.stack([numbers & 15, numbers >> 4], axis=-1).reshape(*numbers.shape[:-1], -1)
 
 
+def pack_words(quants: np.ndarray) -> np.ndarray:
+    """Numbers [out, in], uint8 below 16 or int8, as the words of `packed_integers`."""
+    if quants.dtype == np.int8:
+        raised: np.ndarray = quants.view(np.uint8) ^ 0x80
+        return raised.view(np.int32)
+    return np.ascontiguousarray(quants[:, ::2] | quants[:, 1::2] << 4).view(np.int32)
+
+
 def _awq_columns(words: np.ndarray) -> np.ndarray:
     numbers = _numbers(words, 4).reshape(*words.shape, 8)
     return numbers[..., np.argsort(_AWQ_ORDER)].reshape(*words.shape[:-1], -1)

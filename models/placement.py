@@ -39,7 +39,8 @@ def mesh_for(config: DecoderConfig, tensor_parallel: int | Mesh) -> TensorMesh |
     """The mesh to spread a decoder over; None for one device.
 
     Raises:
-        TensorParallelError: see `tensor_mesh`; or the width does not divide the query heads or the MLP.
+        TensorParallelError: see `tensor_mesh`; or the width does not divide the query heads or the MLP, or an axis for
+            experts does not divide those.
     """
     mesh = tensor_mesh(tensor_parallel, config.num_kv_heads)
     for number, what in ((config.num_heads, "query heads"), (config.intermediate_size, "features of the MLP")):
@@ -47,6 +48,11 @@ def mesh_for(config: DecoderConfig, tensor_parallel: int | Mesh) -> TensorMesh |
             raise TensorParallelError(
                 f"{number} {what} cannot spread over {mesh.width} devices: choose a tensor_parallel that divides them"
             )
+    if mesh is not None and config.experts is not None and config.experts.count % mesh.expert_shards:
+        raise TensorParallelError(
+            f"{config.experts.count} experts cannot spread over an axis of {mesh.expert_shards} devices: choose "
+            "one that divides them"
+        )
     return mesh
 
 

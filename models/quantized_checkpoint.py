@@ -17,9 +17,7 @@ from models.config import ModelConfigError
 from models.packed_weights import PackedFormat, PackedWeightError
 from models.placement import Index
 from models.quantization_config import packed_format
-from models.safetensors_loader import FLOAT8_TYPE, FLOAT_TYPES, SafetensorsCheckpoint
-
-_PACKED_TYPES = ("I8", "I32", "I64", FLOAT8_TYPE)
+from models.safetensors_loader import FLOAT_TYPES, PACKED_TYPES, SafetensorsCheckpoint
 
 
 def open_checkpoint(directory: Path, quantization: Any) -> SafetensorsCheckpoint | QuantizedCheckpoint:
@@ -33,11 +31,11 @@ def open_checkpoint(directory: Path, quantization: Any) -> SafetensorsCheckpoint
     if not isinstance(quantization, dict):
         raise ModelConfigError(f"{directory / 'config.json'} has a quantization_config that is no object: fix the file")
     form = packed_format(quantization)
-    return QuantizedCheckpoint(SafetensorsCheckpoint(directory, (*FLOAT_TYPES, *_PACKED_TYPES)), form)
+    return QuantizedCheckpoint(SafetensorsCheckpoint(directory, (*FLOAT_TYPES, *PACKED_TYPES)), form)
 
 
 class QuantizedCheckpoint:
-    """The tensors of a directory (see `models.assembly.Checkpoint`), those that make up a matrix as its `weight`.
+    """The tensors of a directory (see `models.checkpoint.Checkpoint`), those that make up a matrix as its `weight`.
 
     Raises:
         CheckpointError: no matrix is stored in the format, or a tensor is neither part of one nor of a float type.

@@ -1,17 +1,18 @@
 """Hugging Face checkpoints: one safetensors file, or shards with an index.
 
-The safetensors library maps every file and checks its header against its size on opening, so a download cut short is
-one line and not a crash in the middle of loading. A tensor is copied into memory by `read`, one at a time.
+The safetensors library checks every file's header against its size on opening, so a download cut short is one line and
+not a crash in the middle of loading. Numbers are read from where the header says, a tensor or a slice at a time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import ml_dtypes  # the library reads BF16 through it, and does not import it
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -23,11 +24,30 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-FLOAT8_TYPE = "F8_E4M3"
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+PACKED_TYPES = tuple(name for name in _DTYPES if name not in FLOAT_TYPES)
+_LENGTH_BYTES = 8
+
+
+class _Stored(NamedTuple):
+    """Where a tensor lies: `begin` counts bytes of the file."""
+
+    path: Path
+    type: str
+    shape: tuple[int, ...]
+    begin: int
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a model directory (see `models.assembly.Checkpoint`).
+    """The tensors of a model directory (see `models.checkpoint.Checkpoint`).
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a truncated or malformed file, a tensor of a type that is
@@ -36,63 +56,48 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path, types: Collection[str] = FLOAT_TYPES) -> None:
         self.origin = str(directory)
-        self._types = types
-        self._headers: dict[Path, dict[str, Any]] = {}
-        self._paths: dict[str, Path] = {}
-        self._files: dict[Path, Any] = {}
+        self._tensors: dict[str, _Stored] = {}
         placed = _index(directory)
         for path in sorted(set(placed.values())) if placed else [_single(directory)]:
-            self._files[path] = _open(path, types)
-            self._paths |= dict.fromkeys(self._files[path].keys(), path)
+            self._tensors |= _tensors_of(path, types)
         for name, path in placed.items():
-            if name not in self._paths:
+            if name not in self._tensors:
                 raise CheckpointError(f"{path} lacks {name}, which {INDEX_NAME} places there: get the file again")
 
     @property
     def names(self) -> Collection[str]:
-        return self._paths.keys()
+        return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of(name).get_slice(name).get_shape())
+        return self._tensors[name].shape
 
     def stored_type(self, name: str) -> str:
-        return str(self._file_of(name).get_slice(name).get_dtype())
+        """As the file calls it."""
+        return self._tensors[name].type
 
     def quantization(self, name: str) -> None:
         """Always dense."""
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        if self.stored_type(name) == FLOAT8_TYPE:
-            whole = self._read_float8(name)
-            return whole if index is None else whole[index]
-        if index is None:
-            return self._file_of(name).get_tensor(name)
-        return self._file_of(name).get_slice(name)[index]
+        """The rows that `index` asks for are read, and not mapped: pages of a mapping would count as memory."""
+        stored = self._tensors[name]
+        dtype, shape = _DTYPES[stored.type], stored.shape
+        first = 0
+        if index:
+            first, shape = index[0].start, (index[0].stop - index[0].start, *shape[1:])
+        begin = stored.begin + first * math.prod(shape[1:]) * dtype.itemsize
+        data = np.fromfile(stored.path, dtype, math.prod(shape), offset=begin)
+        if data.size != math.prod(shape):
+            raise CheckpointError(f"{stored.path} was cut short while it was read ({name}): get it again")
+        data = data.reshape(shape)
+        return data[:, *index[1:]] if index else data
 
     def release(self) -> None:
-        # The library unmaps a file when its object goes, and not before.
-        self._files.clear()
+        """Nothing is held."""
 
     def drop(self, name: str) -> None:
         """Forget a tensor that the caller has dealt with."""
-        del self._paths[name]
-
-    def _read_float8(self, name: str) -> np.ndarray:
-        """What the library cannot give as numpy: its bytes, from where the header of its file says."""
-        path = self._paths[name]
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if path not in self._headers:
-                self._headers[path] = json.loads(file.read(size))
-            begin, end = self._headers[path][name]["data_offsets"]
-            file.seek(8 + size + begin)
-            return np.fromfile(file, ml_dtypes.float8_e4m3fn, end - begin).reshape(self.shape(name))
-
-    def _file_of(self, name: str) -> Any:
-        path = self._paths[name]
-        if path not in self._files:
-            self._files[path] = _open(path, self._types)
-        return self._files[path]
+        del self._tensors[name]
 
 
 def _index(directory: Path) -> dict[str, Path]:
@@ -127,9 +132,12 @@ def _single(directory: Path) -> Path:
     raise CheckpointError(f"{directory} has no {SINGLE_NAME} and no {INDEX_NAME}: convert the weights to safetensors")
 
 
-def _open(path: Path, types: Collection[str]) -> Any:
+def _tensors_of(path: Path, types: Collection[str]) -> dict[str, _Stored]:
+    """The tensors of a file; the library compares its header with its size."""
     try:
-        file = safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(size))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     except SafetensorError as error:
@@ -138,13 +146,17 @@ def _open(path: Path, types: Collection[str]) -> Any:
             f"{path} is not a safetensors file, or is damaged or cut short ({path.stat().st_size} bytes; {reason}): "
             "get it again"
         ) from error
-    for name in file.keys():  # noqa: SIM118 - the file is no mapping
-        dtype = file.get_slice(name).get_dtype()
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
         if not name.isprintable():
             raise CheckpointError(f"{path} is damaged (the name {name!r}): get it again")
-        if dtype not in types:
+        if entry["dtype"] not in types:
             raise CheckpointError(
-                f"{path}: {name} is stored as {dtype}, implemented are {', '.join(types)}: use an unquantized "
+                f"{path}: {name} is stored as {entry['dtype']}, implemented are {', '.join(types)}: use an unquantized "
                 "checkpoint or a GGUF"
             )
-    return file
+    data = _LENGTH_BYTES + size
+    return {
+        name: _Stored(path, entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }

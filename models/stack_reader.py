@@ -21,6 +21,9 @@ from models.placement import Index
 
 logger = logging.getLogger(__name__)
 
+_CHUNK_NUMBERS = 1 << 22
+"""Numbers of a dense tensor that are read at once."""
+
 _ALIGNMENT = 64
 """Bytes to which XLA aligns what it computes with on a CPU."""
 
@@ -66,6 +69,7 @@ class StackReader:
 
     def matrix(self, index: Index, dtype: str) -> DenseWeight | BlockQuantWeight:
         """The slice `index` of the stack: quantized if every tensor is, in one kind; else dense in `dtype`."""
+        # By all of its tensors, so that every device's slice is of one kind.
         kinds = sorted({self.checkpoint.quantization(name) or "dense" for name in self.names})
         if len(kinds) > 1:
             logger.warning(
@@ -74,25 +78,37 @@ class StackReader:
             )
         if len(kinds) > 1 or kinds == ["dense"]:
             return DenseWeight(self._dense(index, dtype))
-        part = index[len(self.stack) :]
-        first = self._read(self.names[0], part)
+        names, part = self._names_in(index), index[len(self.stack) :]
+        first = self._read(names[0], part)
         assert isinstance(first, BlockQuantWeight)
-        stack = jax.tree.map(lambda part: _empty((len(self.names), *part.shape), part.dtype), first)
-        for number, name in enumerate(self.names):
+        stack = jax.tree.map(lambda part: _empty((len(names), *part.shape), part.dtype), first)
+        for number, name in enumerate(names):
             tensor = self._read(name, part) if number else first
             jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
-        # Their axes are never cut.
-        return jax.tree.map(lambda whole: whole.reshape(*self.stack, *whole.shape[1:]), stack)
+            self.checkpoint.release()
+        counts = [each.stop - each.start for each in index[: len(self.stack)]]
+        return jax.tree.map(lambda whole: whole.reshape(*counts, *whole.shape[1:]), stack)
+
+    def _names_in(self, index: Index) -> list[str]:
+        """The tensors of a slice, in its order."""
+        numbers = np.arange(len(self.names)).reshape(self.stack)[index[: len(self.stack)]]
+        return [self.names[number] for number in numbers.reshape(-1).tolist()]
 
     def _dense(self, index: Index, dtype: str) -> np.ndarray:
         """Values of the slice `index` of the stack, in `dtype`."""
         whole = _empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
-        targets = whole.reshape(len(self.names), *whole.shape[len(self.stack) :])
-        for target, name in zip(targets, self.names, strict=True):
-            tensor = self._read(name, index[len(self.stack) :])
-            values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
-            with np.errstate(over="ignore"):  # reported below, by name
-                target[...] = values
+        names = self._names_in(index)
+        targets = whole.reshape(len(names), *whole.shape[len(self.stack) :])
+        for target, name in zip(targets, names, strict=True):
+            rows, *rest = index[len(self.stack) :]
+            step = max(1, _CHUNK_NUMBERS // math.prod(target.shape[1:]))
+            for first in range(0, len(target), step):
+                some = slice(rows.start + first, min(rows.start + first + step, rows.stop))
+                tensor = self._read(name, (some, *rest))
+                values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
+                with np.errstate(over="ignore"):  # reported below, by name
+                    target[first : first + step] = values
+                self.checkpoint.release()
             if dtype == "float16" and np.isinf(target).any():
                 raise CheckpointError(
                     f"{self.checkpoint.origin}: {name} has values beyond float16's 65504: load it as bfloat16 or "

@@ -90,20 +90,21 @@ def attend_keys(
     first_key: jax.Array | int,
     end_key: jax.Array,
 ) -> Softmax:
-    """q [queries, dim_lanes] in shape.dtype, at `position` [queries], over keys `first_key` (the first of a block) to
-    `end_key` exclusive, which lies behind no key of the row.
+    """q [queries, dim_lanes] in shape.dtype, at `position` [queries], over keys `first_key` to `end_key` exclusive,
+    between which the row has all of them.
     """
     block = shape.block_keys
     dim = lax.broadcasted_iota(jnp.int32, (1, shape.dim_lanes), 1)
 
     def attend_block(index: jax.Array, carry: Softmax) -> Softmax:
         key_position = index * block + lax.iota(jnp.int32, block)
-        held = key_position < end_key
+        held = (key_position >= first_key) & (key_position < end_key)
         entry = source.first_entry + divide(key_position, shape.tokens_per_page)
         page = plgpu.load(source.page_ids.at[entry], mask=held, other=0) + source.first_page
         offset = lax.rem(key_position, jnp.full_like(key_position, shape.tokens_per_page))
         where = (page[:, None], offset[:, None], source.kv_head, dim)
-        # What is not held is never read: a weight of 0 does not silence a NaN in the stale tail of a page.
+        # What is not held is never read: a weight of 0 does not silence a NaN in the stale tail of a page, or in one
+        # that was given back.
         mask = held[:, None] & (dim < shape.head_dim)
         key, value = (plgpu.load(pool.at[where], mask=mask, other=0).astype(shape.dtype) for pool in source.pools)
         score = _product(q, key, contract=1) * np.float32(scoring.scale)

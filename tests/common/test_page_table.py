@@ -104,3 +104,14 @@ def test_rows_may_share_pages_that_this_step_does_not_write() -> None:
 
 def test_a_step_without_rows_is_valid() -> None:
     table_of([], [], 16).validate(NUM_PAGES)
+
+
+def test_the_padding_page_may_stand_for_pages_behind_every_window_and_for_no_others():
+    table = table_of([(2, [5, 6, 7])], [11], 4)  # queries at 9 and 10
+    given_back = replace(table, page_ids=changed(table.page_ids, 0, 0))
+    given_back.validate(NUM_PAGES, reach=6)  # the older one sees 4 to 9
+    for reach in (7, None):
+        with pytest.raises(PageTableError, match="padding_page_unmapped"):
+            given_back.validate(NUM_PAGES, reach=reach)
+    with pytest.raises(PageTableError, match="padding_page_unmapped"):
+        replace(table, page_ids=changed(table.page_ids, 1, 0)).validate(NUM_PAGES, reach=6)

@@ -13,7 +13,8 @@ from zlib import crc32
 import numpy as np
 
 from kv_common.layout import KvStorageLayoutV1
-from kv_control.scheduler import Scheduler, StepPlan
+from kv_control.scheduler import Scheduler
+from kv_control.step_plan import StepPlan
 
 PAGE = 4
 VOCABULARY = 97
@@ -227,7 +228,7 @@ class SchedulerDriver:
     def _run(self, plan: StepPlan) -> np.ndarray:
         """Play the device: clear, copy, write, read; returns the tokens [n] that it samples."""
         table = plan.table
-        table.validate(len(self.content))
+        table.validate(len(self.content), reach=self.residency.reach)
         self._note(plan)
         self.content[plan.scrub_pages] = CLEARED
         self.content[plan.copy_targets] = self.content[plan.copy_sources]
@@ -237,11 +238,13 @@ class SchedulerDriver:
         self.content.reshape(-1)[table.write_slots] = np.concatenate(written)
         assert (self.content[table.page_ids] != UNREADABLE).all(), "a page was not cleared"
         sampled = np.full(table.rows, UNREADABLE, np.int32)
+        oldest_seen = starts - (starts if self.residency.reach is None else self.residency.reach - 1)
         for index, row in enumerate(due):
             pages = table.page_ids[table.page_indptr[index] : table.page_indptr[index + 1]]
             kv_len = table.kv_len[index]
-            read = self.content[pages].reshape(-1)[:kv_len]
-            assert np.array_equal(read, row.content[:kv_len]), f"request {plan.request_ids[index]} reads wrong K/V"
+            seen = slice(max(oldest_seen[index], 0), kv_len)
+            read = self.content[pages].reshape(-1)[seen]
+            assert np.array_equal(read, row.content[seen]), f"request {plan.request_ids[index]} reads wrong K/V"
             if plan.samples[index]:
                 sampled[index] = read[-1] % VOCABULARY
         self.content[self.allocator.dirty & (self.allocator.reference_count == 0)] = UNREADABLE

@@ -656,14 +656,20 @@ class TestEviction:
             world.check()
         assert len(gone) == 5
 
-    def test_a_parent_without_holders_above_a_live_child_stays(self, world):
-        request = world.start(tokens(1, 2))
+    def test_a_parent_without_holders_goes_and_its_live_child_is_cached_no_more(self, world):
+        request = world.start(tokens(1, 2, 2))
         world.publish(request)
-        world.allocator.release(request.pages[:1])
-        assert world.evict(9).size == 0
-        world.allocator.release(request.pages[1:])
-        world.requests = []
-        assert sorted(world.evict(9).tolist()) == sorted(request.pages.tolist())
+        given_back, request.pages = request.pages[:2], request.pages[2:]
+        world.allocator.release(given_back)
+        other = world.cache(tokens(3))
+        assert world.evict(1).tolist() == other  # a leaf, so it goes first though it is younger
+        world.check()
+        assert world.evict(1).tolist() == given_back[1:].tolist()  # what is above it stays a prefix
+        world.check()
+        assert not world.allocator.cached[request.pages].any()
+        assert world.trie.match(NS, tokens(1, 2, 2)).pages.tolist() == given_back[:1].tolist()
+        assert world.evict(9).tolist() == given_back[:1].tolist()
+        world.check()
 
     def test_a_chain_of_ten_thousand_pages_comes_and_goes(self):
         allocator = PageAllocator(10_001)

@@ -25,10 +25,15 @@ class SchedulerLife(RuleBasedStateMachine):
         max_step_tokens=st.integers(3, 12),
         prefix_cache=st.sampled_from([True, True, True, False]),
         longest_prefix_first=st.booleans(),
+        reach=st.sampled_from([None, None, 1, 4, 6]),
         digest=st.sampled_from([page_digest, page_digest, lambda data: b"same", lambda data: bytes([sum(data) % 3])]),
     )
-    def begin(self, **options):
-        self.driver = SchedulerDriver(max_requests=3, max_context=40, max_waiting=MAX_WAITING, **options)
+    def begin(self, usable_pages, reach, **options):
+        if reach is not None:
+            usable_pages = max(usable_pages - 3, 7)  # too small for some requests, but for what they give back
+        self.driver = SchedulerDriver(
+            max_requests=3, max_context=40, max_waiting=MAX_WAITING, usable_pages=usable_pages, reach=reach, **options
+        )
         self.held_new_tokens = {}
 
     def _queue(self, submit, *args, **options):

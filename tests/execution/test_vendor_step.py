@@ -16,7 +16,7 @@ from aiter_stand_in import DescribedAiter, decode_name
 from custom_calls import custom_calls
 from engine_case import golden_model, golden_prompts, make_engine
 
-import kv_execution.engine
+import kv_execution.planning
 from benchmarks.random_llama import write_random_llama
 from kv_control.buckets import StepShape
 from kv_execution import PagedEngine, SamplingParams
@@ -58,7 +58,7 @@ def engine_of(monkeypatch, make: Callable[[KernelNeeds], KernelProvider], model,
     def choose(needs, requested):
         return ChosenProvider(make(needs), "the test's own")
 
-    monkeypatch.setattr(kv_execution.engine, "choose_provider", choose)
+    monkeypatch.setattr(kv_execution.planning, "choose_provider", choose)
     return make_engine(model, provider=f"made for test {next(_TESTS)}", **settings)
 
 

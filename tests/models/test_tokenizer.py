@@ -76,6 +76,8 @@ def test_each_digit_stands_alone_in_smollm_and_merges_in_gpt2() -> None:
         ("smaug-bpe", ["123", "4"]),
         ("qwen2", ["1", "2", "3", "4"]),
         ("refact", ["1", "2", "3", "4"]),
+        ("tekken", ["1", "2", "3", "4"]),
+        ("gpt-4o", ["123", "4"]),
     ],
 )
 def test_digits_are_split_as_the_pre_tokenizer_defines(pre: str, pieces: list[str]) -> None:
@@ -85,6 +87,19 @@ def test_digits_are_split_as_the_pre_tokenizer_defines(pre: str, pieces: list[st
     vocabulary["tokenizer.ggml.tokens"][-60:-3] = [f"<spare{index}>" for index in range(57)]
     tokenizer = tokenizer_from_gguf(vocabulary, "tiny")
     assert [tokenizer.token_text(token) for token in tokenizer.encode("1234")] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [("llama-bpe", ["nB", "'s"]), ("tekken", ["n", "B", "'s"]), ("gpt-4o", ["n", "B'", "s"]), ("olmo", ["nB", "'s"])],
+)
+def test_capitals_and_contractions_are_split_as_the_pre_tokenizer_defines(pre: str, pieces: list[str]) -> None:
+    vocabulary = tiny_vocabulary() | {"tokenizer.ggml.pre": pre}
+    vocabulary["tokenizer.ggml.merges"] = ["n B", "B '", "' s"]
+    vocabulary["tokenizer.ggml.tokens"][-3:] = ["nB", "B'", "'s"]
+    vocabulary["tokenizer.ggml.tokens"][-60:-3] = [f"<spare{index}>" for index in range(57)]
+    tokenizer = tokenizer_from_gguf(vocabulary, "tiny")
+    assert [tokenizer.token_text(token) for token in tokenizer.encode("nB's")] == pieces
 
 
 def test_a_whole_word_in_a_llama3_vocabulary_needs_no_merges() -> None:

@@ -118,12 +118,15 @@ static inline void prefetch_keys(const Attention& a, const QueryTile& tile, int6
 }
 
 // A block's keys and values to float32, `count` of them and no more: what a page holds after the row's end may be a NaN.
-// Keys lie as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
+// So may the pages before the tile's oldest key, which were given back: zeros stand for their keys and values. Keys lie
+// as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
 template <class S, Element E>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
                               int64_t padded, const AttentionScratch<S>& s) {
   float *key = s.keys, *value = s.values;
-  for_pages(a, tile, first, first + count, [&](int64_t slot, int64_t keys) {
+  const int64_t oldest = tile.oldest_key(a.window) - first, unseen = oldest < 0 ? 0 : oldest < count ? oldest : count;
+  for (const float* end = key + unseen * s.stride; key < end;) *key++ = *value++ = 0;
+  for_pages(a, tile, first + unseen, first + count, [&](int64_t slot, int64_t keys) {
     for (int64_t i = slot; i < slot + keys; ++i, key += s.stride, value += s.stride) {
       const int64_t index = (i * a.kv_heads + kv_head) * a.head_dim;
       widen_padded<S, E>(a.k, index, a.head_dim, key);
