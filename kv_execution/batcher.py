@@ -198,13 +198,7 @@ class Batcher:
             parent=parent,
         )
         self._runtime.requests[request_id] = make_request(
-            request_id,
-            len(prompt),
-            queued.max_tokens_total,
-            params,
-            self._spec,
-            self._draw_seed,
-            adapter.slot,
+            *(request_id, len(prompt), queued.max_tokens_total, params, self._spec, self._draw_seed, adapter.slot),
             constraint,
         )
         self._prompts[request_id] = prompt, cache_salt, adapter

@@ -1,1 +1,1 @@
-"""What a person or a client talks to: the command line now, the HTTP server later."""
+"""What a person or a client talks to: the command line and the HTTP server."""

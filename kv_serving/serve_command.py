@@ -15,6 +15,10 @@ class MissingExtraError(JaxkvError):
     """The libraries of the server are not installed."""
 
 
+class AdapterOptionError(JaxkvError):
+    """An adapter that is not given as NAME=DIRECTORY."""
+
+
 def require_extra() -> None:
     """Raises MissingExtraError where a library of the extra `serve` is not there."""
     for library in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
@@ -24,6 +28,10 @@ def require_extra() -> None:
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file, a model directory, or owner/name.")],
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIRECTORY", help="A PEFT LoRA adapter, which clients ask for as a model."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
     served_name: Annotated[str | None, typer.Option(help="What clients call the model. [default: MODEL]")] = None,
@@ -42,6 +50,7 @@ def serve(
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="Largest body.")] = "4MiB",
     deadline: Annotated[float | None, typer.Option(metavar="SECONDS", help="Longest time of a request.")] = None,
     drain: Annotated[float, typer.Option(metavar="SECONDS", help="How long the end may wait for requests.")] = 30,
+    max_adapter_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 16,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
     kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
     tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
@@ -64,7 +73,10 @@ def serve(
     from kv_serving.server.run import Loaded, ServerSettings
     from kv_serving.server.run import serve as run_server
 
+    adapters = dict(_named(each) for each in adapter or ())
     config = EngineConfig(
+        max_adapters=len(adapters),
+        max_adapter_rank=max_adapter_rank,
         kv_pool_bytes=parse_byte_size(kv_pool_bytes),
         tokens_per_page=tokens_per_page,
         max_requests=max_requests,
@@ -93,6 +105,16 @@ def serve(
     def load() -> Loaded:
         console = Console(stderr=True)
         loaded = open_model(model, dtype, console, tensor_parallel)
-        return Loaded(loaded, start_engine(loaded, config, console, warm_up=warm_up, constrained=True))
+        engine = start_engine(loaded, config, console, warm_up=warm_up, constrained=True)
+        for name, directory in adapters.items():
+            engine.adapters.load(name, directory)
+        return Loaded(loaded, engine)
 
     run_server(settings, load)
+
+
+def _named(option: str) -> tuple[str, str]:
+    name, equals, directory = option.partition("=")
+    if not (name and equals and directory):
+        raise AdapterOptionError(f"--adapter {option!r} has no name: give NAME=DIRECTORY")
+    return name, directory

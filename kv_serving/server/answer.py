@@ -95,6 +95,10 @@ class Answer:
             sum(self._cached_tokens.values()),
         )
 
+    def facts(self) -> dict[str, object]:
+        """What the log tells of it."""
+        return {**self.usage._asdict(), "finish_reasons": self.finish_reasons}
+
     async def pieces(self) -> AsyncIterator[Piece]:
         """What is new, until every choice has ended. Raises ApiError."""
         with self._concurrency, self._running():

@@ -23,6 +23,9 @@ class ApiKeys:
             raise ApiKeyError("an API key is empty: give at least one character, or leave it out")
         self._digests = [_digest(key.encode()) for key in keys]
 
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
     def tenant_of(self, authorization: bytes | None) -> str | None:
         """The tenant that the value of an `Authorization` header names; None where it may not ask."""
         if not self._digests:

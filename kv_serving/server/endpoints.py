@@ -20,12 +20,12 @@ class Begun(NamedTuple):
 async def begin_completion(service: Service, body: CompletionRequest, tenant: str) -> Begun:
     """/v1/completions. Raises JaxkvError."""
     answer = await service.complete(body, tenant)
-    return Begun(answer, CompletionShape(service.name, service.texts, logprobs=body.logprobs is not None))
+    return Begun(answer, CompletionShape(body.model or service.name, service.texts, logprobs=body.logprobs is not None))
 
 
 async def begin_chat(service: Service, body: ChatRequest, tenant: str) -> Begun:
     """/v1/chat/completions. Raises JaxkvError."""
     answer = await service.chat(body, tenant)
     tool_format = service.tool_format if body.tools_in_use else None
-    shape = ChatShape(service.name, service.texts, logprobs=bool(body.logprobs), tool_format=tool_format)
+    shape = ChatShape(body.model or service.name, service.texts, logprobs=bool(body.logprobs), tool_format=tool_format)
     return Begun(answer, shape)

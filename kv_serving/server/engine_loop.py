@@ -191,6 +191,7 @@ class EngineLoop:
                         priority=group.priority,
                         deadline_s=deadline_s,
                         cache_salt=group.cache_salt,
+                        adapter=group.adapter,
                         constraint=group.constraints.get(choice),
                     )
                 else:

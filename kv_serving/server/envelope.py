@@ -58,7 +58,7 @@ class Envelope:
         route = getattr(scope.get("route"), "path", "other")
         method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
         self._metrics.response(method, route, status)
-        client = scope.get("client")
+        client, answer = scope.get("client"), scope.get("jaxkv.answer")
         logger.info(
             "request",
             extra={
@@ -69,7 +69,7 @@ class Envelope:
                     "status": status,
                     "duration_s": round(duration_s, 4),
                     "client": client[0] if client else None,
-                    **scope.get("jaxkv.facts", {}),
+                    **(answer.facts() if answer is not None else {}),
                 }
             },
         )

@@ -70,7 +70,7 @@ class PromptScorer:
         group = self.current
         if self._steps is None:
             self._tokens = [ScoredToken(int(group.token_ids[0]), None, ())] if len(group.token_ids) else []
-            self._steps = engine.score_steps(group.token_ids, cache_salt=group.cache_salt)
+            self._steps = engine.score_steps(group.token_ids, cache_salt=group.cache_salt, adapter=group.adapter)
         try:
             part = next(self._steps)
         except (NoFreeRowError, OutOfPagesError):
@@ -78,7 +78,7 @@ class PromptScorer:
             if may_wait:
                 return None
             raise
-        follow = np.asarray(group.token_ids[len(self._tokens) : len(self._tokens) + len(part)])
+        follow = np.asarray(group.token_ids[len(self._tokens) : len(self._tokens) + len(part)], np.int64)
         self._tokens += scored_tokens(part[: len(follow)], follow, group.prompt_logprobs or 0)
         if len(self._tokens) < len(group.token_ids):
             return None

@@ -77,6 +77,8 @@ class RequestGroup:
     channel: EventChannel
     priority: int = 0
     cache_salt: str = ""
+    adapter: str | None = None
+    """The name of the adapter that it runs with."""
     deadline_s: float | None = None
     opening: str = ""
     """What its answers begin with, before anything is generated."""

@@ -46,15 +46,16 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The model that is served."""
-    return json_response({"object": "list", "data": [_card(request)]})
+    """The model that is served, and its adapters."""
+    names = context_of(request).service.names
+    return json_response({"object": "list", "data": [_card(request, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     """One model."""
     context_of(request).service.check_model(name)
-    return json_response(_card(request))
+    return json_response(_card(request, name))
 
 
 @router.post("/tokenize")
@@ -77,13 +78,14 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return json_response({"prompt": service.tokenizer.decode(body.tokens, skip_special=False)})
 
 
-def _card(request: Request) -> dict[str, object]:
+def _card(request: Request, name: str) -> dict[str, object]:
     context = context_of(request)
     service = context.service
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": int(context.started_s),
         "owned_by": "jaxkv",
+        "parent": None if name == service.name else service.name,
         "max_model_len": service.max_context,
     }

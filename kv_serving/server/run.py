@@ -42,7 +42,7 @@ class EngineFailedError(JaxkvError):
 
 
 class Loaded(NamedTuple):
-    """A model and an engine that is ready to run it."""
+    """A model and an engine that is ready to run it; the adapters that it has loaded can be asked for by name."""
 
     model: "LoadedModel"
     engine: "PagedEngine"
@@ -58,6 +58,11 @@ class ServerSettings:
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 30.0
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether other machines may ask without a key."""
+        return not self.api_keys and self.host not in ("127.0.0.1", "::1", "localhost")
 
 
 class _Server(uvicorn.Server):
@@ -104,20 +109,27 @@ async def _serve(
     on_listening: Callable[[RunningServer], None],
 ) -> None:
     loop = asyncio.get_running_loop()
-    models: list[LoadedModel] = []
+    done: list[Loaded] = []
 
     def on_state(state: EngineState) -> None:
         if state is EngineState.READY:
-            service = Service(settings.name, models[0], engine.plan, engine, settings.limits, context.metrics)
+            service = Service(
+                name=settings.name,
+                model=done[0].model,
+                plan=engine.plan,
+                engine=engine,
+                limits=settings.limits,
+                metrics=context.metrics,
+                adapters=done[0].engine.adapters.names,
+            )
             context.serve(service)
             logger.info("ready", extra={"fields": {"model": settings.name}})
         elif state is EngineState.FAILED:
             server.should_exit = True
 
     def load_engine() -> "PagedEngine":
-        loaded = load()
-        models.append(loaded.model)
-        return loaded.engine
+        done.append(load())
+        return done[0].engine
 
     engine = EngineLoop(loop, on_state)
     metrics = ServerMetrics(lambda: engine.snapshot)
@@ -141,6 +153,8 @@ async def _serve(
     server = _Server(config, drain)
     url = "http://{}:{}".format(*listener.getsockname()[:2])
     logger.info("listening", extra={"fields": {"url": url}})
+    if settings.open_to_all:
+        logger.warning("anyone who reaches this address may ask: give an API key, or listen on 127.0.0.1 alone")
     on_listening(RunningServer(url, context, drain))
     engine.start(load_engine)
     try:

@@ -56,8 +56,11 @@ class Service:
         engine: EngineLoop,
         limits: Limits,
         metrics: ServerMetrics,
+        adapters: Sequence[str] = (),
     ) -> None:
+        """`name` is what requests call the model; `adapters` are the names of loaded ones, each a model to ask for."""
         self.name = name
+        self.names = (name, *adapters)
         self.model = model
         self.max_context = plan.max_context
         self.limits = limits
@@ -143,10 +146,9 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """Raises ApiError for a model that is not served."""
-        if asked is not None and asked != self.name:
-            raise ApiError(
-                404, f"there is no model {asked!r}: ask for {self.name}", param="model", code="model_not_found"
-            )
+        if asked is not None and asked not in self.names:
+            message = f"there is no model {asked!r}: ask for {' or '.join(self.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _is_special(self, text: str) -> bool:
         """Whether `text` is a token that decoding leaves out."""
@@ -190,6 +192,7 @@ class Service:
                     dict(enumerate(prompt.params, first)),
                     channel,
                     priority=request.priority or 0,
+                    adapter=None if request.model in (None, self.name) else request.model,
                     cache_salt=f"{tenant}:{request.cache_salt or ''}",
                     deadline_s=self.limits.deadline_of(request.deadline_s),
                     opening=prompt.opening,

@@ -6,8 +6,9 @@ import queue
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx
@@ -73,7 +74,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def running_server(
-    directory: Path, load: Callable[[], Loaded] | None = None, config: EngineConfig = ENGINE, **settings: Any
+    directory: Path,
+    load: Callable[[], Loaded] | None = None,
+    config: EngineConfig = ENGINE,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    **settings: Any,
 ) -> Iterator[Case]:
     """Start, wait until it is ready, and drain at the end; with `load` it is not waited for."""
     model = load_model(write_tiny_model(directory))
@@ -81,6 +86,8 @@ def running_server(
 
     def load_engine() -> Loaded:
         engine.init_paged_runtime()
+        for name, path in adapters.items():
+            engine.adapters.load(name, path)
         return Loaded(model, engine)
 
     listening: queue.Queue[RunningServer] = queue.Queue()

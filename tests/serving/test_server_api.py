@@ -220,6 +220,8 @@ def test_echo_tells_the_prompt_and_how_likely_each_of_its_tokens_was(case: Case,
     assert answer["usage"]["completion_tokens"] == max_tokens
     (chunk,) = case.stream("/v1/completions", prompt=text, echo=True, logprobs=3, max_tokens=0)
     assert chunk["choices"][0]["text"] == text
+    (one,) = case.post("/v1/completions", prompt=ids[:1], echo=True, logprobs=1, max_tokens=max_tokens)["choices"]
+    assert one["logprobs"]["token_logprobs"][:1] == [None]
 
 
 def test_no_stop_token_comes_before_min_tokens(case: Case) -> None:

@@ -1,7 +1,11 @@
 """The server's life: loading, clients that go away, steps that fail, draining, and keys."""
 
 import contextlib
+import dataclasses
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,20 +14,24 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_case import Case, get, running_server, wait_for
+from lora_files import write_adapter
+from server_case import ENGINE, Case, get, running_server, wait_for
+from tiny_model import GOLDEN, write_tiny_model
 
+from kv_execution import SamplingParams
 from kv_execution.runtime import PagedRuntime
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.limits import Limits
 from kv_serving.server.run import Loaded, ServerSettings, serve
 from models import CheckpointError
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 LONG = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    with running_server(tmp_path_factory.mktemp("tiny"), limits=Limits(max_concurrent=3)) as running:
+    with running_server(tmp_path_factory.mktemp("tiny"), limits=Limits(max_concurrent=6)) as running:
         yield running
 
 
@@ -79,18 +87,18 @@ def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeyp
     original, raised = PagedRuntime.choose, []
 
     def fail_once(self: PagedRuntime, *arguments: object) -> object:
-        if not raised and self.scheduler.num_waiting == 2:
+        if not raised and self.scheduler.num_waiting == 2 and self.scheduler.residency.num_running == 4:
             raised.append(1)
             raise RuntimeError("injected")
         return original(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PagedRuntime, "choose", fail_once)
-    with ThreadPoolExecutor(3) as clients:  # of two rows each, where there are four
-        ask = partial(case.http.post, "/v1/completions", json={**LONG, "n": 2})
-        answers = [each.result() for each in [clients.submit(ask) for _ in range(3)]]
-    assert sorted(answer.status_code for answer in answers) == [200, 500, 500]
-    (waited,) = [answer.json() for answer in answers if answer.status_code == 200]
-    assert [choice["text"] for choice in waited["choices"]] == [expected, expected]
+    with ThreadPoolExecutor(6) as clients:  # where there are four rows
+        ask = partial(case.http.post, "/v1/completions", json=LONG)
+        answers = [each.result() for each in [clients.submit(ask) for _ in range(6)]]
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 500, 500, 500, 500]
+    waited = [answer.json() for answer in answers if answer.status_code == 200]
+    assert [answer["choices"][0]["text"] for answer in waited] == [expected, expected]
     case.settle()
 
 
@@ -129,7 +137,7 @@ def test_a_detokenizer_that_raises_fails_its_own_request_alone(case: Case, monke
 
 
 def test_too_many_at_once_are_told_when_to_come_back(case: Case) -> None:
-    for _ in range(3):
+    for _ in range(6):
         case.server.context.service.concurrency.__enter__()
     try:
         response = case.http.post("/v1/completions", json=LONG)
@@ -137,7 +145,7 @@ def test_too_many_at_once_are_told_when_to_come_back(case: Case) -> None:
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["type"] == "rate_limit_error"
     finally:
-        for _ in range(3):
+        for _ in range(6):
             case.server.context.service.concurrency.__exit__()
 
 
@@ -222,3 +230,57 @@ def test_an_engine_that_cannot_go_on_fails_whoever_waits_and_ends_the_server(
             answers = [each.result() for each in [clients.submit(ask) for _ in range(2)]]
         assert {answer.status_code for answer in answers} <= {500, 503}
         wait_for(lambda: case.server.context.readiness == "failed")
+
+
+def test_an_adapter_is_a_model_to_ask_for(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", GOLDEN, ("q_proj", "v_proj"))
+    config = dataclasses.replace(ENGINE, max_adapters=1, max_adapter_rank=4)
+    with running_server(tmp_path / "tiny", config=config, adapters={"poems": adapter}) as case:
+        assert [card["id"] for card in case.http.get("/v1/models").json()["data"]] == ["tiny", "poems"]
+        asked = {"prompt": list(range(10, 60)), "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+        answers = {name: case.post("/v1/completions", model=name, **asked) for name in ("tiny", "poems")}
+        case.settle()
+        for name, adapter_name in (("tiny", None), ("poems", "poems")):
+            params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=True)
+            (expected,) = case.engine.generate([asked["prompt"]], params, adapters=adapter_name)
+            scores = answers[name]["choices"][0]["logprobs"]["token_logprobs"]
+            assert scores == pytest.approx(expected.logprobs, abs=1e-5)
+            assert answers[name]["model"] == name
+            assert answers[name]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        echoed = case.post("/v1/completions", model="poems", **{**asked, "echo": True, "max_tokens": 0})
+        assert echoed["choices"][0]["logprobs"]["token_logprobs"][1:] != pytest.approx(
+            case.post("/v1/completions", **{**asked, "echo": True, "max_tokens": 0})["choices"][0]["logprobs"][
+                "token_logprobs"
+            ][1:]
+        )
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_it_loads_is_ready_again_when_it_is_started_again(tmp_path: Path) -> None:
+    model, cache = write_tiny_model(tmp_path / "tiny"), tmp_path / "cache"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-c", "from kv_serving.cli import main; main()", "serve", str(model)]
+    command += ["--port", str(port), "--max-requests", "2", "--max-step-tokens", "8", "--max-context", "64"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+    def ready(at: str = "/ready") -> bool:
+        with contextlib.suppress(OSError):
+            return get(f"http://127.0.0.1:{port}{at}")[0] == 200
+        return False
+
+    server = start()
+    wait_for(lambda: ready("/health") and cache.is_dir() and len(list(cache.iterdir())) > 2, 120)
+    assert not ready()
+    server.kill()
+    server.wait()
+    compiled = set(cache.iterdir())
+    server = start()
+    wait_for(ready, 120)
+    assert compiled <= set(cache.iterdir())
+    server.terminate()
+    assert server.wait(60) == 0
