@@ -28,13 +28,14 @@ def norm_of(seed: int, features: int, layers: int = 2) -> Norm:
     return Norm(1 + activations(seed, layers, features) / 4, 1e-5)
 
 
-@settings(max_examples=60)
+# Of few sizes, because every new one is compiled by the reference; the test of single products has all of them.
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
     level=st.sampled_from(AVAILABLE_LEVELS),
-    tokens=st.integers(0, 40),
-    sizes=st.lists(st.integers(1, 150), min_size=1, max_size=3),
-    in_features=st.one_of(st.integers(1, 200), st.integers(700, 1700)),
+    tokens=st.sampled_from([0, 1, 4, 17, 40]),
+    sizes=st.lists(st.sampled_from([1, 33, 150]), min_size=1, max_size=3),
+    in_features=st.sampled_from([1, 40, 96, 1600]),
     biased=st.booleans(),
     normed=st.booleans(),
     seed=st.integers(0, 99),
