@@ -29,6 +29,7 @@ class ModelSpec:
         attention_reach: tokens that a query sees in any layer, itself included: the largest window where every layer
             has one; None where a layer sees all.
         attention_soft_cap: scores become cap * tanh(score / cap); None leaves them.
+        num_labels: scores that it gives a sequence, in the place of logits; None where it generates text.
 
     Raises:
         ModelSpecError: a size below 1, or query heads that do not divide into the K/V heads.
@@ -40,6 +41,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
     vocab_size: int
     max_context: int
     dtype: str
@@ -49,9 +51,10 @@ class ModelSpec:
     attention_window: int | None = None
     attention_reach: int | None = None
     attention_soft_cap: float | None = None
+    num_labels: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_context"):
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "max_context"):
             if getattr(self, name) < 1:
                 raise ModelSpecError(f"{name} is {getattr(self, name)}; a model needs at least 1: check its config")
         if self.num_heads % self.num_kv_heads:

@@ -223,8 +223,9 @@ class Residency:
         """
         if self.reach is None:
             return
-        for row in rows.tolist():
-            behind = self._pages_behind(int(self.running.kv_len[row]))
+        unseen = np.maximum(self.running.kv_len[rows] - self.reach + 1, 0) // self.layout.tokens_per_page
+        more = unseen > self.request_map.first_held[rows]
+        for row, behind in zip(rows[more].tolist(), unseen[more].tolist(), strict=True):
             if self.prefix_cache and self._place[row] != NOWHERE:
                 behind = min(behind, int(self._published_pages[row]))
             if behind > self.request_map.first_held[row]:

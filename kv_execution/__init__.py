@@ -3,6 +3,7 @@
 from kv_execution.adapters import AdapterNameError, Adapters, NoFreeAdapterSlotError
 from kv_execution.batcher import Batcher, PromptError
 from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.embedding import EmbeddingError
 from kv_execution.engine import NotInitializedError, PagedEngine
 from kv_execution.engine_values import EnginePlan, EngineStats
 from kv_execution.held_requests import PrefillResult
@@ -15,6 +16,7 @@ __all__ = [
     "AdapterNameError",
     "Adapters",
     "Batcher",
+    "EmbeddingError",
     "EngineConfig",
     "EngineConfigError",
     "EnginePlan",

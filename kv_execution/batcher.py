@@ -254,10 +254,22 @@ class Batcher:
             self._deadlines.clear()
 
 
+def check_generates(spec: ModelSpec) -> None:
+    """Raises RequestOptionError for a model that has labels in the place of a vocabulary."""
+    if spec.num_labels is not None:
+        raise RequestOptionError(
+            f"{spec.name} classifies sequences with {spec.num_labels} labels and generates nothing; use classify or "
+            "embed"
+        )
+
+
 def check_params(params: SamplingParams, spec: ModelSpec) -> None:
-    """Raises SamplingParamsError for anything but parameters that fit the model's vocabulary."""
+    """Raises SamplingParamsError for anything but parameters that fit the model's vocabulary, and RequestOptionError
+    for a model that generates nothing.
+    """
     if not isinstance(params, SamplingParams):
         raise SamplingParamsError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+    check_generates(spec)
     params.check_vocabulary(spec.vocab_size)
     entries = len(params.logit_bias) + len(params.stop_token_ids) + len(spec.eos_token_ids)
     if params.min_tokens and entries > MAX_LOGIT_BIAS:

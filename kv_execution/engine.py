@@ -20,9 +20,11 @@ from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_control.scheduler import Scheduler
 from kv_execution.adapters import AdapterChoice, Adapters
-from kv_execution.batcher import Batcher, check_params, checked_prompt
+from kv_execution.batcher import Batcher, check_generates, check_params, checked_prompt
+from kv_execution.bulk import generate_all
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
+from kv_execution.embedding import Embedder, check_classifies, normalized
 from kv_execution.engine_values import EnginePlan, EngineStats, allocation_line, engine_stats, namespace_of
 from kv_execution.held_requests import HeldRequests, PrefillResult
 from kv_execution.needed_shapes import shapes_needed
@@ -200,32 +202,42 @@ class PagedEngine:
         `params` and `adapters` are one for all, or one per prompt. Raises what `Batcher.submit` raises, before anything
         has run.
         """
-        batcher, runtime = self.batcher(), self._require_runtime()
-        count = len(prompts)
-        each = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
-        names = [adapters] * count if adapters is None or isinstance(adapters, str) else adapters
-        for what, given in (("sampling parameters", len(each)), ("adapters", len(names))):
-            if given != count:
-                raise EngineConfigError(f"{count} prompts and {given} {what}; give one for all, or one each")
-        submitted: list[int] = []
-        try:
-            for prompt, prompt_params, name in zip(prompts, each, names, strict=True):
-                submitted.append(batcher.submit(prompt, prompt_params, adapter=name))
-            outputs = [runtime.requests[request_id].outputs for request_id in submitted]
-            batcher.run_to_end(submitted)
-        finally:
-            for request_id in submitted:
-                batcher.abort(request_id)
-        return [GenerationResult.of(tokens) for tokens in outputs]
+        return generate_all(self.batcher(), self._require_runtime(), prompts, params, adapters)
+
+    def embed(
+        self,
+        prompts: Sequence[Sequence[int] | NDArray[np.integer]],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        adapter: str | None = None,
+    ) -> NDArray[np.float32]:
+        """The final hidden states of each prompt, pooled: [prompts, hidden] f32, of length 1 where `normalize` is set.
+
+        `pooling`: "mean" of all tokens, "last" token, or first ("cls"). Compiles its own programs. Raises
+        EmbeddingError for another, and what `prefill_paged` raises.
+        """
+        embedder = Embedder(self._require_runtime(), self.model.spec, self._request_ids)
+        checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
+        choice = self.adapters.choice(adapter)
+        vectors = embedder.embed(checked, pooling, self._namespace_of("", choice), choice.slot)
+        return normalized(vectors) if normalize else vectors
+
+    def classify(
+        self, prompts: Sequence[Sequence[int] | NDArray[np.integer]], *, adapter: str | None = None
+    ) -> NDArray[np.float32]:
+        """A classifier's or reward model's scores of each prompt, by its last token: [prompts, labels] f32, unscaled.
+
+        Raises EmbeddingError for a model without such a head, and what `embed` raises.
+        """
+        check_classifies(self.model.spec)
+        pooled = self.embed(prompts, pooling="last", normalize=False, adapter=adapter)
+        return np.asarray(self.model.classify(self.model.params, pooled))
 
     def score(
         self, token_ids: Sequence[int] | NDArray[np.integer], *, adapter: str | None = None
     ) -> NDArray[np.float32]:
-        """Log-probabilities [tokens, vocab] of what follows each token, through the paged path; compiles its own
-        programs.
-
-        Raises what `prefill_paged` raises.
-        """
+        """Log-probabilities [tokens, vocab] of what follows each token. Raises what `prefill_paged` raises."""
         return np.concatenate(list(self.score_steps(token_ids, adapter=adapter)))
 
     def score_steps(
@@ -233,6 +245,7 @@ class PagedEngine:
     ) -> Iterator[NDArray[np.float32]]:
         """`score` step by step, in parts [tokens of the step, vocab]; other requests may go on between two of them."""
         held, choice = self._require_held(), self.adapters.choice(adapter)
+        check_generates(self.model.spec)
         prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
         return held.score(prompt, self._namespace_of(cache_salt, choice), choice.slot)
 

@@ -35,6 +35,14 @@ class CausalModel(Protocol):
         """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits [rows, vocab] f32, step)`, pure."""
 
     @property
+    def hidden(self) -> Any:
+        """`hidden(params, token_ids [tokens], step) -> (final hidden states [tokens, hidden] f32, step)`, pure."""
+
+    @property
+    def classify(self) -> Any:
+        """`classify(params, hidden [rows, hidden] f32) -> scores [rows, labels] f32`, pure; of a model with labels."""
+
+    @property
     def with_adapters(self) -> Any:
         """`with_adapters(slots, rank) -> AdaptableModel`: the same with room for adapters. Asked for only where an
         engine is to have them.

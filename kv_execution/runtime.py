@@ -227,6 +227,18 @@ class PagedRuntime:
         self._poison_freed()
         return np.asarray(logprobs)[: plan.table.tokens]
 
+    def pool(self, plan: StepPlan, weights: NDArray[np.float32], sums: jax.Array) -> jax.Array:
+        """Run a step of held requests: `sums` with the hidden states of its tokens, times `weights` [tokens]."""
+        shape = self._shape_of(plan)
+        self._check(plan)
+        padded = np.zeros(shape.tokens, np.float32)
+        padded[: len(weights)] = weights
+        with reporting_cache_faults():
+            inputs = self._inputs.of(plan, shape)
+            self.state, sums = self._programs.pool(self.params, self.state, inputs, padded, sums)
+        self._poison_freed()
+        return sums
+
     def _reporting_first(self, *program: object) -> contextlib.AbstractContextManager[None]:
         """Around a call of `program`, which may compile it where it is the first."""
         first = program not in self._ran

@@ -64,6 +64,20 @@ class NetworkResult(NamedTuple):
     logits: jax.Array
 
 
+class HiddenResult(NamedTuple):
+    """The pools with a step's K/V, and the final hidden states [tokens, hidden] f32."""
+
+    pools: PoolPair
+    hidden: jax.Array
+
+
+class PoolResult(NamedTuple):
+    """The state after the step, and the sums with the weighted hidden states of its tokens, each in its row."""
+
+    state: DeviceState
+    sums: jax.Array
+
+
 class SampleResult(NamedTuple):
     """The state with the sampled tokens in the histories, and those tokens."""
 
@@ -85,11 +99,14 @@ class GreedyResult(NamedTuple):
 
 class StepPrograms(NamedTuple):
     """The jitted functions of (params, DeviceState, ForwardInputs) to ForwardResult, and of (logits, SamplerState,
-    SamplingInputs, ConstrainedInputs or GreedyInputs) to SampleResult or GreedyResult. States are donated.
+    SamplingInputs, ConstrainedInputs or GreedyInputs) to SampleResult or GreedyResult; `pool` of (params, DeviceState,
+    ForwardInputs, weights [tokens] f32, sums [rows of the engine, hidden] f32) to PoolResult. States and sums are
+    donated.
     """
 
     forward: jax.stages.Wrapped
     score: jax.stages.Wrapped
+    pool: jax.stages.Wrapped
     sample: jax.stages.Wrapped
     constrained: jax.stages.Wrapped
     greedy: jax.stages.Wrapped
@@ -112,12 +129,12 @@ def build_step_programs(
     """
     mesh = model.tensor_mesh
 
-    def network(
-        params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs, logit_rows: jax.Array
-    ) -> NetworkResult:
+    def tokens_of(history: jax.Array, inputs: ForwardInputs) -> jax.Array:
         # The history has every token: prompts since their request began, sampled ones since they were sampled.
-        token_ids = history.at[inputs.token_rows, inputs.positions].get(mode="clip")
-        view = StepView(
+        return history.at[inputs.token_rows, inputs.positions].get(mode="clip")
+
+    def view_of(pools: PoolPair, inputs: ForwardInputs) -> StepView:
+        return StepView(
             positions=inputs.positions,
             pools=pools,
             placement=Placement(inputs.slots, inputs.scrub_pages, inputs.copy_sources, inputs.copy_targets),
@@ -129,11 +146,21 @@ def build_step_programs(
             expert_shards=1 if mesh is None else mesh.expert_shards,
             adapter_mask=None if adapters is None else column_mask(inputs.adapter_slots, adapters),
         )
-        logits, view = model.forward(params, token_ids, view, logit_rows)
+
+    def network(
+        params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs, logit_rows: jax.Array
+    ) -> NetworkResult:
+        token_ids = tokens_of(history, inputs)
+        logits, view = model.forward(params, token_ids, view_of(pools, inputs), logit_rows)
         return NetworkResult(view.pools, logits)
+
+    def hidden_network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> HiddenResult:
+        hidden, view = model.hidden(params, tokens_of(history, inputs), view_of(pools, inputs))
+        return HiddenResult(view.pools, hidden)
 
     forward_shardings: Any = None
     sample_shardings: Any = None
+    pool_shardings: Any = None
     if mesh is not None:
         everywhere: Any = PartitionSpec()
         by_head: Any = POOL_SPEC
@@ -142,9 +169,15 @@ def build_step_programs(
             in_specs=(_specs_of(model.params), by_head, everywhere, everywhere, everywhere),
             out_specs=NetworkResult(by_head, everywhere),
         )
+        hidden_network = mesh.manual(
+            hidden_network,
+            in_specs=(_specs_of(model.params), by_head, everywhere, everywhere),
+            out_specs=HiddenResult(by_head, everywhere),
+        )
         pool_sharding: Any = mesh.sharding(POOL_SPEC)
         sample_shardings = mesh.replicated
         forward_shardings = ForwardResult(DeviceState(pool_sharding, sample_shardings), sample_shardings)
+        pool_shardings = PoolResult(forward_shardings.state, sample_shardings)
 
     def run(params: Any, state: DeviceState, inputs: ForwardInputs, logit_rows: jax.Array) -> ForwardResult:
         on_trace()
@@ -157,6 +190,13 @@ def build_step_programs(
     def score(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
         result = run(params, state, inputs, jnp.arange(inputs.token_rows.shape[0]))
         return result._replace(logits=jax.nn.log_softmax(result.logits, axis=-1))
+
+    def pool(params: Any, state: DeviceState, inputs: ForwardInputs, weights: jax.Array, sums: jax.Array) -> PoolResult:
+        on_trace()
+        pools, hidden = hidden_network(params, state.pools, jnp.asarray(state.sampler.history), inputs)
+        # Tokens of padding weigh nothing, whatever they are, and are in a row behind the last.
+        weighted = jnp.where(weights[:, None] == 0, 0, hidden * weights[:, None])
+        return PoolResult(state._replace(pools=pools), sums.at[inputs.token_rows].add(weighted, mode="drop"))
 
     def sample_rows(logits: jax.Array, state: SamplerState, inputs: SamplingInputs) -> SampleResult:
         on_trace()
@@ -178,6 +218,7 @@ def build_step_programs(
     return StepPrograms(
         forward=jax.jit(forward, donate_argnums=1, out_shardings=forward_shardings),
         score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
+        pool=jax.jit(pool, donate_argnums=(1, 4), out_shardings=pool_shardings),
         sample=jax.jit(sample_rows, donate_argnums=1, out_shardings=sample_shardings),
         constrained=jax.jit(constrained_rows, donate_argnums=1, out_shardings=sample_shardings),
         greedy=jax.jit(greedy_rows, donate_argnums=1, out_shardings=sample_shardings),

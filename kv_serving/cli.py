@@ -198,6 +198,36 @@ def chat(
 
 
 @app.command()
+def embed(
+    model: ModelArgument,
+    prompt: Annotated[list[str] | None, typer.Option(help="The text; several are computed in one batch.")] = None,
+    pooling: Annotated[str, typer.Option(help="mean, last or cls (the first token).")] = "mean",
+    dtype: Dtype = "float32",
+    kv_pool_bytes: PoolBytes = "512MiB",
+    tokens_per_page: PageTokens = 16,
+    tensor_parallel: TensorParallel = 1,
+) -> None:
+    """Print a vector of length 1 for each text, as a line of JSON; of a classifier, its scores as well."""
+    from kv_execution import EngineConfig
+
+    config = EngineConfig(
+        kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page, prefix_cache=False
+    )
+    if not prompt:
+        raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each text")
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
+    token_ids = encode_prompts(loaded, prompt, False, None)
+    engine = start_engine(loaded, config, Console(stderr=True), warm_up=False)
+    vectors = engine.embed(token_ids, pooling=pooling).tolist()
+    lines = [{"prompt": text, "embedding": vector} for text, vector in zip(prompt, vectors, strict=True)]
+    if loaded.spec.num_labels is not None:
+        for line, scores in zip(lines, engine.classify(token_ids).tolist(), strict=True):
+            line["scores"] = scores
+    for line in lines:
+        print(json.dumps(line, ensure_ascii=False))
+
+
+@app.command()
 def inspect(
     model: ModelArgument,
     dtype: Dtype = "float32",

@@ -24,7 +24,7 @@ from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh
 from kv_kernels.weights import DenseWeight
 from models.assembly import by_path, insert, parameter_shapes
-from models.decoder import Decoder, Forward
+from models.decoder import Decoder, Forward, Hidden
 from models.lora import Adapter, AdapterError, AdapterPair
 
 if TYPE_CHECKING:
@@ -59,6 +59,14 @@ class AdaptedModel:
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """As the base's, where the step has a mask of adapters."""
         return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
+
+    def hidden(self, params: dict[str, Any], token_ids: jax.Array, step: StepView) -> Hidden:
+        """As the base's, where the step has a mask of adapters."""
+        return nnx.merge(self._graph, params).hidden(token_ids, step)
+
+    def classify(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+        """As the base's."""
+        return nnx.merge(self._graph, params).classify(hidden)
 
     def read_adapter(self, directory: str | Path) -> Adapter:
         """The adapter in a directory. Raises what the base's raises, and AdapterError where its rank is beyond the

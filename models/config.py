@@ -102,6 +102,7 @@ class DecoderConfig:
     qk_norm: RMSNorm of queries and keys, each head alone or the whole projection.
     norm_placement: RMSNorm of what goes into attention and MLP, of what comes out, or both.
     experts: the MLP is a mixture, intermediate_size is of one expert.
+    num_labels: scores of a head that classifies sequences, in the place of the output matrix.
     adapter_columns: ranks of all the low-rank adapters that there is room for beside the weights of a layer.
     """
 
@@ -131,6 +132,7 @@ class DecoderConfig:
     logit_divisor: float = 1.0
     experts: ExpertConfig | None = None
     adapter_columns: int = 0
+    num_labels: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_layers > MAX_LAYERS:  # before anything is made for each of them

@@ -11,20 +11,22 @@ else is in the compute dtype, each product accumulated in float32 and rounded on
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kv_kernels.composition import multiply
 from kv_kernels.experts import Experts, route
-from kv_kernels.provider import Affine, LowRank, Norm, Rotation, Scoring
+from kv_kernels.provider import Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import Split
-from kv_kernels.weights import DenseWeight, LayerIndex
+from kv_kernels.weights import LayerIndex
 from models.config import DecoderConfig, LayerKind, NormPlacement, RopeConfig
 from models.layer_spans import LayerSpan, layer_spans
+from models.parts import Embedding, Linear, RMSNorm
 from models.rope import inverse_frequencies, rotation
 
 
@@ -42,82 +44,19 @@ class Forward(NamedTuple):
     step: StepView
 
 
+class Hidden(NamedTuple):
+    """hidden [tokens, hidden] f32, behind the last norm, and the step with all K/V appended."""
+
+    hidden: jax.Array
+    step: StepView
+
+
 class Block(NamedTuple):
     """How a block stands on the residual stream: its result is x + scale * after(f(before(x)))."""
 
     before: Norm | None
     after: Norm | None
     scale: float
-
-
-def _abstract(shape: tuple[int, ...]) -> Any:
-    """A parameter's description, in the place of its array."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-class Embedding(nnx.Module):
-    """Token embedding [vocab, hidden]."""
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        self.weight = nnx.Param(DenseWeight(_abstract((vocab_size, hidden_size))))
-
-    @property
-    def matrix(self) -> Affine:
-        """The embedding as the output product of a model that ties them."""
-        return Affine(self.weight.get_value())
-
-    def __call__(self, token_ids: jax.Array, step: StepView) -> jax.Array:
-        return step.embed(token_ids, self.weight.get_value())
-
-
-class RMSNorm(nnx.Module):
-    """weight [*stack, features] f32; computed by the product that it precedes or follows."""
-
-    def __init__(self, features: int, eps: float, stack: tuple[int, ...] = (), split: Split = "whole") -> None:
-        self.weight = nnx.Param(_abstract((*stack, features)), split=split)
-        self.eps = eps
-        self.split = split
-
-    @property
-    def norm(self) -> Norm:
-        """What a product takes."""
-        return Norm(self.weight.get_value(), self.eps)
-
-
-class Linear(nnx.Module):
-    """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None; the pair of matrices
-    of the adapters where they have columns.
-
-    `split`: how tensor parallelism spreads it. What is split by inputs goes to `StepView.add_linear`, which adds its
-    bias once, so that every rank has all of that.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        split: Split,
-        bias: bool = False,
-        stack: tuple[int, ...] = (),
-        adapter_columns: int = 0,
-    ) -> None:
-        self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))), split=split)
-        bias_split = "whole" if split == "inputs" else split
-        self.bias = nnx.Param(_abstract((*stack, out_features)), split=bias_split) if bias else None
-        # The columns of adapters are whole on every rank: what is split is what the weight has split.
-        shape_in, shape_out = (*stack, adapter_columns, in_features), (*stack, out_features, adapter_columns)
-        split_in, split_out = ("inputs", "whole") if split == "inputs" else ("whole", split)
-        self.adapter_in = nnx.Param(DenseWeight(_abstract(shape_in)), split=split_in) if adapter_columns else None
-        self.adapter_out = nnx.Param(DenseWeight(_abstract(shape_out)), split=split_out) if adapter_columns else None
-
-    @property
-    def matrix(self) -> Affine:
-        """What a product takes."""
-        adapters = None
-        if self.adapter_in is not None and self.adapter_out is not None:
-            adapters = LowRank(self.adapter_in.get_value(), self.adapter_out.get_value())
-        return Affine(self.weight.get_value(), None if self.bias is None else self.bias.get_value(), adapters)
 
 
 def _qk_norm(config: DecoderConfig, features: int, split: Split) -> RMSNorm | None:
@@ -233,29 +172,25 @@ class DecoderLayers(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token ids to logits. The output product reuses the embedding where the model ties them."""
+    """Token ids to logits, or to hidden states. The output product reuses the embedding where the model ties them; a
+    classifier of sequences has none.
+    """
 
     def __init__(self, config: DecoderConfig, dtype: str) -> None:
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.layers = DecoderLayers(config)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.output = (
-            None if config.tied_embeddings else Linear(config.hidden_size, config.vocab_size, split="vocabulary")
-        )
+        hidden, labels = config.hidden_size, config.num_labels
+        has_output = labels is None and not config.tied_embeddings
+        self.output = Linear(hidden, config.vocab_size, split="vocabulary") if has_output else None
+        self.score = None if labels is None else Linear(hidden, labels, split="whole")
         self.config = config
         self.dtype = dtype
 
     def __call__(self, token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at `logit_rows` [rows] i32 among token_ids [tokens] i32."""
         config = self.config
-        ropes = {kind.rope for kind in config.layer_kinds if kind.rope is not None}
-        rotations = {rope: self._rotation(rope, step.positions) for rope in ropes}
-        x = self.embedding(token_ids, step).astype(self.dtype)
-        if config.embedding_multiplier != 1:
-            # Rounded first, as the models that have it were trained: sqrt(hidden) is not a number of few bits.
-            x = x * jnp.asarray(config.embedding_multiplier, self.dtype)
-        for span in layer_spans(config.layer_kinds):
-            x, step = self._run(span, x, step, rotations)
+        x, step = self._layers(token_ids, step)
         # Rows are gathered before the product with the vocabulary: one row per sequence, not per token. x stays in the
         # compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
         output = self.embedding if self.output is None else self.output
@@ -266,6 +201,28 @@ class Decoder(nnx.Module):
             cap = np.float32(config.logit_soft_cap)
             logits = cap * jnp.tanh(logits / cap)
         return Forward(logits, step)
+
+    def hidden(self, token_ids: jax.Array, step: StepView) -> Hidden:
+        """Final hidden states of token_ids [tokens] i32."""
+        x, step = self._layers(token_ids, step)
+        return Hidden(step.normalize(x, self.norm.norm).astype(jnp.float32), step)
+
+    def classify(self, hidden: jax.Array) -> jax.Array:
+        """Scores [rows, labels] f32 of hidden states [rows, hidden] f32."""
+        assert self.score is not None
+        return multiply(hidden, self.score.matrix.weight, None, jnp.float32)
+
+    def _layers(self, token_ids: jax.Array, step: StepView) -> Carry:
+        config = self.config
+        ropes = {kind.rope for kind in config.layer_kinds if kind.rope is not None}
+        rotations = {rope: self._rotation(rope, step.positions) for rope in ropes}
+        x = self.embedding(token_ids, step).astype(self.dtype)
+        if config.embedding_multiplier != 1:
+            # Rounded first, as the models that have it were trained: sqrt(hidden) is not a number of few bits.
+            x = x * jnp.asarray(config.embedding_multiplier, self.dtype)
+        for span in layer_spans(config.layer_kinds):
+            x, step = self._run(span, x, step, rotations)
+        return Carry(x, step)
 
     def _rotation(self, rope: RopeConfig, positions: jax.Array) -> Rotation:
         return rotation(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)

@@ -18,7 +18,6 @@ from typing import Any
 
 import huggingface_hub
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -32,16 +31,16 @@ from models.chat_template import ChatTemplate, template_from_directory, template
 from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
 from models.config_fields import ConfigFields, read_json
-from models.decoder import Decoder, Forward
-from models.families import Family, family_of, gguf_format_of
+from models.decoder import Decoder, Forward, Hidden
+from models.families import family_of, gguf_format_of
 from models.families.gguf_model import GgufModel
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
 from models.gguf_loader import GgufCheckpoint
 from models.gguf_tokenizer import tokenizer_from_gguf
 from models.lora import Adapter, read_adapter
+from models.output_heads import drop_tied_copy, labels_of
 from models.placement import mesh_for, update_with_content
-from models.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
-from models.safetensors_loader import SafetensorsCheckpoint
+from models.quantized_checkpoint import open_checkpoint
 from models.spreading import spread_parameters
 from models.tokenizer import Tokenizer, first_line, tokenizer_from_directory
 
@@ -73,6 +72,14 @@ class LoadedModel:
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
         return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
+
+    def hidden(self, params: dict[str, Any], token_ids: jax.Array, step: StepView) -> Hidden:
+        """Final hidden states [tokens, hidden] f32 of token_ids [tokens] i32, behind the last norm; pure."""
+        return nnx.merge(self._graph, params).hidden(token_ids, step)
+
+    def classify(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
+        """Scores [rows, labels] f32 of the hidden states [rows, hidden] f32 of last tokens; pure. Of a classifier."""
+        return nnx.merge(self._graph, params).classify(hidden)
 
     def spread(self, tensor_parallel: int | Mesh) -> LoadedModel:
         """The same model over so many devices, or a mesh as `load_model` takes it; this one stays as it is.
@@ -164,13 +171,13 @@ def _load_directory(
     raw = read_json(directory / "config.json")
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
-    _check_architectures(raw, family)
+    labels = labels_of(raw, family)
     quantization = raw.pop("quantization_config", None)
-    config = family.hf_config(ConfigFields(raw, "config.json"))
+    config = dataclasses.replace(family.hf_config(ConfigFields(raw, "config.json")), num_labels=labels)
     decoder = Decoder(config, dtype)
     checkpoint = open_checkpoint(directory, quantization)
     if config.tied_embeddings:
-        _drop_tied_copy(checkpoint, family)
+        drop_tied_copy(checkpoint, family)
     mesh = mesh_for(config, tensor_parallel)
     params = assemble(
         decoder,
@@ -246,6 +253,7 @@ def _finish(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_context=config.max_context,
         dtype=decoder.dtype,
@@ -255,37 +263,12 @@ def _finish(
         attention_window=max((window for window in config.windows if window is not None), default=None),
         attention_reach=None if None in config.windows else max(each for each in config.windows if each is not None),
         attention_soft_cap=config.attention_soft_cap,
+        num_labels=config.num_labels,
     )
     logger.info(
         "%s: %d parameters in %d bytes, %s compute", name, spec.num_parameters, spec.parameter_bytes, spec.dtype
     )
     return LoadedModel(spec, params, decoder, tokenizer, template, generation, mesh)
-
-
-def _check_architectures(raw: dict[str, Any], family: Family) -> None:
-    stated = raw.get("architectures") or []
-    stated = stated if isinstance(stated, list) else [stated]
-    unknown = sorted(str(each) for each in stated if str(each) not in family.hf_architectures)
-    if unknown:
-        raise UnsupportedModelError(
-            f"config.json is for {unknown[0]}, implemented is {', '.join(sorted(family.hf_architectures))}: use a "
-            "text generation model"
-        )
-
-
-def _drop_tied_copy(checkpoint: SafetensorsCheckpoint | QuantizedCheckpoint, family: Family) -> None:
-    """Some writers save the tied output matrix as well; a copy is dropped, a different one is a contradiction."""
-    copy, original = family.hf_names["output.weight"], family.hf_names["embedding.weight"]
-    if copy not in checkpoint.names or original not in checkpoint.names:
-        return
-    ours, theirs = checkpoint.read(original), checkpoint.read(copy)
-    if not (isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(ours, theirs)):
-        raise CheckpointError(
-            f"{checkpoint.origin}: {copy} differs from {original} though tie_word_embeddings is true: fix the "
-            "configuration"
-        )
-    logger.info("%s: %s is a copy of %s and is not loaded", checkpoint.origin, copy, original)
-    checkpoint.drop(copy)
 
 
 def _download(repository: str) -> Path:

@@ -14,14 +14,20 @@ Config = Mapping[str, Any]
 Tensors = Mapping[str, np.ndarray]
 
 
-def plain_logits(config: Config, tensors: Tensors, ids: np.ndarray) -> np.ndarray:
-    """Logits [tokens, vocab] of a model in Hugging Face's layout, its tensors by name."""
+def plain_hidden(config: Config, tensors: Tensors, ids: np.ndarray) -> np.ndarray:
+    """Final hidden states [tokens, hidden] of a model in Hugging Face's layout, its tensors by name."""
     model = _Model(config, tensors)
     x = model.weight("model.embed_tokens.weight")[ids] * model.embedding_scale
     for layer in range(config["num_hidden_layers"]):
         x = model.layer(x, layer)
+    return model.norm(x, "model.norm")
+
+
+def plain_logits(config: Config, tensors: Tensors, ids: np.ndarray) -> np.ndarray:
+    """Logits [tokens, vocab]."""
     head = "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    logits = model.norm(x, "model.norm") @ model.weight(head).T / config.get("logits_scaling", 1.0)
+    hidden = plain_hidden(config, tensors, ids)
+    logits = hidden @ tensors[head].astype(np.float64).T / config.get("logits_scaling", 1.0)
     cap = config.get("final_logit_softcapping")
     return logits if cap is None else cap * np.tanh(logits / cap)
 

@@ -34,6 +34,7 @@ HF_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "score.weight": "score.weight",
     **hf_layer(
         {
             "attention_norm": "input_layernorm",

@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     num_heads=9,
     num_kv_heads=3,
     head_dim=64,
+    hidden_size=64,
     vocab_size=49152,
     max_context=8192,
     dtype="float32",

@@ -14,6 +14,9 @@ DENSE_KINDS = ("float32", "bfloat16", "float16")
 QUANT_KINDS = ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "f8_e4m3", "q8_0/groups", "q4_1/groups")
 """With `/groups`: float32 scales and mins of groups of more than one block, as checkpoints other than GGUF have."""
 
+FEW_QUANT_KINDS = ("q8_0", "q4_1", "q6_k", "q4_1/groups")
+"""For what is around a product: one of each way to unpack."""
+
 AVAILABLE_LEVELS = tuple(load_library().levels())
 
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, random_weight, running
+from native_case import AVAILABLE_LEVELS, DENSE_KINDS, FEW_QUANT_KINDS, QUANT_KINDS, random_weight, running
 
 from kv_kernels.native import NativeProvider
 from kv_kernels.reference import ReferenceProvider
 from kv_kernels.weights import DenseWeight, MixedWeight, dequantize, take_layer
 
 NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
+values_of = jax.jit(lambda weight: dequantize(weight, jnp.float32))
 KINDS = (*DENSE_KINDS, *QUANT_KINDS)
 
 
@@ -21,7 +22,7 @@ def activations(seed: int, tokens: int, features: int, dtype: str = "float32") -
 
 
 def exact(x: jax.Array, weight, layer: int | None) -> np.ndarray:
-    matrix = dequantize(weight if layer is None else take_layer(weight, layer), jnp.float32)
+    matrix = values_of(weight if layer is None else take_layer(weight, layer))
     return np.asarray(x, np.float64) @ np.asarray(matrix, np.float64).T
 
 
@@ -33,7 +34,7 @@ def assert_close(got, expected, bound: float) -> None:
 
 def assert_as_exact_as_float32(got, x: jax.Array, weight, layer: int | None = None) -> None:
     """Within a few roundings of the sum of the sizes of all terms, whatever they add up to."""
-    matrix = np.abs(np.asarray(dequantize(weight if layer is None else take_layer(weight, layer), jnp.float32)))
+    matrix = np.abs(np.asarray(values_of(weight if layer is None else take_layer(weight, layer))))
     sizes = np.abs(np.asarray(x, np.float64)) @ matrix.astype(np.float64).T
     assert (np.abs(np.asarray(got, np.float64) - exact(x, weight, layer)) <= 5e-7 * sizes).all()
 
@@ -99,7 +100,7 @@ def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(ki
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*DENSE_KINDS, *FEW_QUANT_KINDS])
 @pytest.mark.parametrize(("tokens", "in_features"), [(1, 576), (5, 64), (20, 1536)])
 def test_any_number_of_outputs_has_the_errors_of_float32(kind, level, tokens, in_features):
     for out_features in (1, 15, 16, 17, 40):
@@ -118,7 +119,7 @@ def test_numbers_of_any_size_are_kept_to_a_fraction_of_the_largest_in_their_bloc
     x = x * np.float32(10.0) ** np.asarray([-45, -36, -25, -12, -3, 0, 3, 12, 20, 30], np.float32)[:, None]
     x[..., 7] *= 1000
     x = x.reshape(tokens, 320)
-    matrix = np.asarray(dequantize(weight, jnp.float32), np.float64)
+    matrix = np.asarray(values_of(weight), np.float64)
     largest = np.abs(x).reshape(tokens, 10, 32).max(-1, keepdims=True) * np.ones(32)
     for block in range(10):
         alone = np.zeros_like(x)
@@ -130,7 +131,7 @@ def test_numbers_of_any_size_are_kept_to_a_fraction_of_the_largest_in_their_bloc
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*DENSE_KINDS, *FEW_QUANT_KINDS])
 @pytest.mark.parametrize("tokens", [3, 20])
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
 def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, tokens, number):
@@ -152,7 +153,7 @@ def test_embedding_rows_are_the_reference_rows_bit_for_bit(kind, level):
     ids = jnp.asarray([0, 39, 5, 5, -3, 41], jnp.int32)
     with running(level=level):
         got = np.asarray(NATIVE.embed(ids, weight))
-    table = np.asarray(dequantize(weight, jnp.float32))
+    table = np.asarray(values_of(weight))
     np.testing.assert_allclose(got, table[[0, 39, 5, 5, 0, 39]], rtol=2e-7, atol=1e-7)
 
 

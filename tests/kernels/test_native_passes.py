@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, random_weight, running
+from native_case import AVAILABLE_LEVELS, DENSE_KINDS, FEW_QUANT_KINDS, random_weight, running
 from paged_case import make_case, plan_shape
 from test_native_linear import activations, assert_close, call_linear
 
@@ -16,7 +16,7 @@ from kv_kernels.provider import Affine, Norm, Placement, PoolPair, Rotation, Sco
 from kv_kernels.reference import ReferenceProvider
 
 NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
-KINDS = (*DENSE_KINDS, *QUANT_KINDS)
+KINDS = (*DENSE_KINDS, *FEW_QUANT_KINDS)
 
 
 def affine(seed: int, kind: str, out_features: int, in_features: int, bias: bool, layers: int = 2) -> Affine:

@@ -108,7 +108,7 @@ def test_added_tokens_beyond_the_embedding_are_told_and_not_refused(
     ("config", "named"),
     [
         ({"model_type": "mamba"}, "architecture 'mamba'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "config.json is for LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "config.json is for LlamaForTokenClassification"),
         ({"model_type": None}, "has no model_type"),
     ],
 )

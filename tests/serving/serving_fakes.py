@@ -17,6 +17,7 @@ SPEC = ModelSpec(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
+    hidden_size=64,
     vocab_size=0x110000,
     max_context=100,
     dtype="float32",

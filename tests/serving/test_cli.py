@@ -96,6 +96,8 @@ def test_chat_answers_line_by_line(
         (["generate", "parrot", "--prompt", "x", "--raw", "--system", "y"], "a raw prompt has no system message"),
         (["chat", "parrot", "--kv-pool-bytes", "0"], "'0' is less than one byte"),
         (["generate"], "Missing argument 'MODEL'"),
+        (["embed", "parrot"], "there is no prompt: give --prompt TEXT"),
+        (["embed", "parrot", "--prompt", ""], "the prompt is empty"),
         (["generate", "parrot", "--promt", "x"], "No such option"),
         (["generat"], "No such command 'generat'"),
     ],

@@ -6,54 +6,13 @@
 
 #include <cstring>
 
-#include "amx_pack.h"
+#include "amx_rows.h"
 
 namespace jaxkv {
 namespace {
 
 constexpr int64_t kBlockTiles = kOutputBlock / kTileOutputs;
 constexpr int64_t kRunBlocks = 3;  // blocks that pass through the tiles together
-
-// Sixteen outputs of some blocks.
-struct Unpacked {
-  alignas(64) char tiles[kScaleRun][kTileBytes];
-  alignas(64) float scales[kScaleRun][kTileOutputs];
-  alignas(64) float mins[kScaleRun][kTileOutputs];
-};
-
-// Sixteen rows of a weight; those past the last one repeat it, and their results are of no use.
-template <WeightKind kKind>
-class TileRows {
- public:
-  TileRows() = default;
-  TileRows(const WeightView& weight, int64_t output) : blocks_(weight.in_features / kQuantBlock) {
-    for (int64_t i = 0; i < kTileOutputs; ++i) {
-      const int64_t row = output + i < weight.out_features ? output + i : weight.out_features - 1;
-      values_[i] = static_cast<const uint8_t*>(weight.values) + row * blocks_ * block_bytes(kKind);
-      scales_[i] = weight.scales + row * blocks_;
-      if constexpr (kKind == WeightKind::kQ4_1) mins_[i] = weight.mins + row * blocks_;
-    }
-  }
-  const uint8_t* const* values() const { return values_; }
-  void unpack_scales(int64_t first, int64_t blocks, Unpacked* to) const {
-    jaxkv::unpack_scales(scales_, blocks_, first, blocks, to->scales[0]);
-    if constexpr (kKind == WeightKind::kQ4_1) jaxkv::unpack_scales(mins_, blocks_, first, blocks, to->mins[0]);
-  }
-  // Asks for what a block is in rows that come `tiles` times sixteen after these; which of them is which does not matter.
-  void prefetch_ahead(int64_t block, int64_t tiles) const {
-    const int64_t at = kTileOutputs * (tiles * blocks_ + block);
-    const uint8_t* next = values_[0] + at * block_bytes(kKind);
-    for (int64_t i = 0; i < kTileOutputs * block_bytes(kKind); i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
-    _mm_prefetch(scales_[0] + at, _MM_HINT_T0);
-    if constexpr (kKind == WeightKind::kQ4_1) _mm_prefetch(mins_[0] + at, _MM_HINT_T0);
-  }
-
- private:
-  int64_t blocks_;
-  const uint8_t* values_[kTileOutputs];
-  const uint16_t* scales_[kTileOutputs];
-  const uint16_t* mins_[kTileOutputs];
-};
 
 // A product of some tokens with sixteen outputs over blocks [first, first + blocks): results [height][kOutputBlock] are
 // added to, or begun where first is 0.
@@ -99,7 +58,7 @@ inline void multiply_few(const TileRows<kKind>& rows, int64_t first, int64_t blo
       const __m512 highest = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[2]), _mm512_set1_ps(numbers[2 * kHeight + t]));
       const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower), _mm512_set1_ps(numbers[kHeight + t]), highest);
       acc[t] = _mm512_fmadd_ps(_mm512_load_ps(weight->scales[block]), sum, acc[t]);
-      if constexpr (kKind == WeightKind::kQ4_1) {
+      if constexpr (has_mins(kKind)) {
         acc[t] = _mm512_fmadd_ps(_mm512_load_ps(weight->mins[block]), _mm512_set1_ps(numbers[t]), acc[t]);
       }
     }
@@ -155,7 +114,7 @@ inline void add_sums(const Unpacked& weight, bool is_first, int64_t blocks, cons
     const __m512 scale = _mm512_load_ps(weight.scales[block]);
 #pragma GCC unroll 16
     for (int t = 0; t < kHeight; ++t) acc[t] = _mm512_fmadd_ps(scale, _mm512_load_ps(from + kTileOutputs * t), acc[t]);
-    if constexpr (kKind == WeightKind::kQ4_1) {
+    if constexpr (has_mins(kKind)) {
       const __m512 min = _mm512_load_ps(weight.mins[block]);
 #pragma GCC unroll 16
       for (int t = 0; t < kHeight; ++t)
@@ -281,6 +240,8 @@ void amx_product(const WeightView& weight, const float* packed, int64_t tokens, 
       return multiply_kind<WeightKind::kQ4_0>(weight, packed, tokens, first_output, outputs, results);
     case WeightKind::kQ4_1:
       return multiply_kind<WeightKind::kQ4_1>(weight, packed, tokens, first_output, outputs, results);
+    case WeightKind::kNibbles:
+      return multiply_kind<WeightKind::kNibbles>(weight, packed, tokens, first_output, outputs, results);
     default: return avx512_kernels().product(weight, packed, tokens, first_output, outputs, results);
   }
 }

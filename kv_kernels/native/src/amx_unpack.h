@@ -1,6 +1,8 @@
 // Sixteen outputs of a quantized weight over a block of 32 elements, as the bytes or the tile that a product reads.
 #pragma once
 
+#include <cstring>
+
 #include "amx_tile.h"
 #include "kernels.h"
 
@@ -12,7 +14,8 @@ constexpr int64_t kScaleRun = 8;     // scales of a row that are read together
 constexpr int64_t kBlockVectors = 8;  // of a block
 
 constexpr bool is_quantized(WeightKind kind) {
-  return kind == WeightKind::kQ8_0 || kind == WeightKind::kQ4_0 || kind == WeightKind::kQ4_1;
+  return kind == WeightKind::kQ8_0 || kind == WeightKind::kQ4_0 || kind == WeightKind::kQ4_1 ||
+         kind == WeightKind::kNibbles;
 }
 constexpr int64_t block_bytes(WeightKind kind) { return kind == WeightKind::kQ8_0 ? 32 : 16; }
 
@@ -113,7 +116,8 @@ inline void unpack_signed_bytes(const uint8_t* const* rows, int64_t block, char*
 template <WeightKind kKind>
 inline void unpack_tile(const uint8_t* const* rows, int64_t block, char* tile) {
   if constexpr (kKind == WeightKind::kQ4_0) return unpack_nibbles(rows, block, kSignedNibbles, tile);
-  if constexpr (kKind == WeightKind::kQ4_1) return unpack_nibbles(rows, block, kNibbles, tile);
+  if constexpr (kKind == WeightKind::kQ4_1 || kKind == WeightKind::kNibbles)
+    return unpack_nibbles(rows, block, kNibbles, tile);
   if constexpr (kKind == WeightKind::kQ8_0) return unpack_signed_bytes(rows, block, tile);
 }
 
@@ -153,6 +157,58 @@ inline void unpack_scales(const uint16_t* const* rows, int64_t row_blocks, int64
     const int64_t at = first + block - start;
     const __m256i halves = _mm256_set_m128i(eights[at % 2][1][at / 2], eights[at % 2][0][at / 2]);
     _mm512_store_ps(out + 16 * block, _mm512_cvtph_ps(halves));
+  }
+}
+
+// Where byte [block][row] lies in [row][block], four blocks a vector.
+struct ByBlock {
+  alignas(64) uint8_t bytes[2][64] = {};
+  constexpr ByBlock() {
+    for (int i = 0; i < 128; ++i) bytes[i / 64][i % 64] = static_cast<uint8_t>(i % 16 * kScaleRun + i / 16);
+  }
+};
+constexpr ByBlock kByBlock;
+
+// Bytes of blocks [first, first + blocks), at most kScaleRun, of sixteen rows that are `row_blocks` long: [blocks][16].
+inline void transpose_factors(const int8_t* factors, const int64_t* rows, int64_t row_blocks, int64_t first,
+                              int64_t blocks, int8_t (*out)[kTileOutputs]) {
+  alignas(64) int8_t bytes[kTileOutputs][kScaleRun] = {};
+  for (int64_t i = 0; i < kTileOutputs; ++i)
+    std::memcpy(bytes[i], factors + rows[i] * row_blocks + first, static_cast<size_t>(blocks));
+  const __m512i low = _mm512_load_si512(bytes[0]), high = _mm512_load_si512(bytes[8]);
+  for (int half = 0; half < 2; ++half)
+    _mm512_store_si512(out[4 * half], _mm512_permutex2var_epi8(low, _mm512_load_si512(kByBlock.bytes[half]), high));
+}
+
+// The numbers of a group, times their factors, for blocks [first, first + blocks), at most kScaleRun: out [blocks][16].
+inline void unpack_group_numbers(const GroupNumbers& from, const int64_t* rows, int64_t row_blocks, int64_t first,
+                                 int64_t blocks, float* out) {
+  alignas(64) int8_t factors[kScaleRun][kTileOutputs];
+  if (from.factors != nullptr) transpose_factors(from.factors, rows, row_blocks, first, blocks, factors);
+  const int64_t row_groups = row_blocks / from.group_blocks;
+  int64_t group = -1;
+  __m512 numbers = _mm512_setzero_ps();
+  for (int64_t block = 0; block < blocks; ++block) {
+    if (group != (first + block) / from.group_blocks) {
+      group = (first + block) / from.group_blocks;
+      alignas(64) float wide[kTileOutputs];
+      alignas(32) uint16_t narrow[kTileOutputs];
+      if (from.type == Element::kF32) {
+        for (int64_t i = 0; i < kTileOutputs; ++i)
+          wide[i] = static_cast<const float*>(from.numbers)[rows[i] * row_groups + group];
+        numbers = _mm512_load_ps(wide);
+      } else {
+        for (int64_t i = 0; i < kTileOutputs; ++i)
+          narrow[i] = static_cast<const uint16_t*>(from.numbers)[rows[i] * row_groups + group];
+        numbers = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(narrow)));
+      }
+    }
+    __m512 result = numbers;
+    if (from.factors != nullptr) {
+      const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(factors[block]));
+      result = _mm512_mul_ps(numbers, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+    }
+    _mm512_store_ps(out + kTileOutputs * block, result);
   }
 }
 

@@ -1,0 +1,110 @@
+"""Prompts to one vector each: the final hidden states of their tokens, pooled on the device chunk by chunk.
+
+Prompts are held side by side, as many as have rows and pages, and computed in steps of the engine's budget. A cached
+page has no hidden states, so nothing is read from the cache; what is computed is published as ever. A row's sum is
+added up in the order of its tokens; neighbours and chunks change it by rounding only.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_common.errors import JaxkvError
+from kv_common.model_spec import ModelSpec
+from kv_control.request_map import RequestHandle
+from kv_control.step_plan import StepPlan
+from kv_execution.runtime import PagedRuntime
+
+POOLINGS = ("mean", "last", "cls")
+"""The mean over all tokens, the last token, or the first."""
+
+
+class EmbeddingError(JaxkvError):
+    """A pooling that there is not, or that the model cannot be asked for."""
+
+
+class Embedder:
+    """Pools the hidden states of one runtime's model."""
+
+    def __init__(self, runtime: PagedRuntime, spec: ModelSpec, request_ids: "itertools.count[int]") -> None:
+        self._runtime = runtime
+        self._spec = spec
+        self._request_ids = request_ids
+
+    def embed(
+        self, prompts: Sequence[NDArray[np.int32]], pooling: str, namespace: bytes, adapter_slot: int
+    ) -> NDArray[np.float32]:
+        """One vector for each of `prompts` [tokens]: [prompts, hidden] f32.
+
+        Raises EmbeddingError, and what `HeldRequests.prefill` raises for a prompt that does not fit; nothing is held
+        then.
+        """
+        if pooling not in POOLINGS:
+            raise EmbeddingError(f"pooling is {pooling!r}; give one of {', '.join(POOLINGS)}")
+        vectors = np.zeros((len(prompts), self._spec.hidden_size), np.float32)
+        done = 0
+        while done < len(prompts):
+            handles: list[RequestHandle] = []
+            try:
+                self._hold(prompts[done:], namespace, adapter_slot, handles)
+                rows = np.array([handle.row for handle in handles])
+                vectors[done : done + len(rows)] = self._pool(rows, pooling)[rows]
+            finally:
+                if not self._runtime.interrupted:
+                    for handle in handles:
+                        self._runtime.scheduler.finish(handle.request_id)
+            done += len(handles)
+        return vectors
+
+    def _hold(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        namespace: bytes,
+        adapter_slot: int,
+        handles: list[RequestHandle],
+    ) -> None:
+        """Hold the first of `prompts`, and those after it that have rows and pages beside it."""
+        scheduler = self._runtime.scheduler
+        room = scheduler.residency.obtainable_pages
+        for prompt in prompts:
+            room -= scheduler.residency.pages_to_run(len(prompt))
+            if handles and (room < 0 or not scheduler.residency.request_map.free_rows):
+                return
+            handles.append(
+                scheduler.hold(next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False)
+            )
+            self._runtime.begin(handles[-1].row, adapter_slot=adapter_slot)
+
+    def _pool(self, rows: NDArray[np.int64], pooling: str) -> NDArray[np.float32]:
+        """Run the held `rows` [n] to the end of their prompts: the vectors of all rows of the engine."""
+        running = self._runtime.scheduler.running
+        zeros = np.zeros((self._runtime.buckets.max_rows, self._spec.hidden_size), np.float32)
+        sums = jax.device_put(zeros, jnp.asarray(self._runtime.state.sampler.history).sharding)
+        while (going := rows[running.kv_len[rows] < running.prompt_len[rows]]).size:
+            with self._runtime.step():
+                plan = self._runtime.scheduler.schedule_held(going)
+                sums = self._runtime.pool(plan, self._weights(plan, pooling), sums)
+        return np.asarray(sums)
+
+    def _weights(self, plan: StepPlan, pooling: str) -> NDArray[np.float32]:
+        """What each token [tokens] of a step counts for in its row's sum."""
+        lengths, positions = self._runtime.scheduler.running.prompt_len[plan.token_rows], plan.table.positions
+        if pooling == "mean":
+            return (1 / lengths).astype(np.float32)
+        return (positions == (lengths - 1 if pooling == "last" else 0)).astype(np.float32)
+
+
+def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Vectors [n, hidden] of length 1; one of zeros stays."""
+    length = np.sqrt(np.sum(np.square(vectors), axis=-1, keepdims=True))
+    return np.divide(vectors, np.where(length == 0, 1, length), dtype=np.float32)
+
+
+def check_classifies(spec: ModelSpec) -> None:
+    """Raises EmbeddingError for a model without a classification head."""
+    if spec.num_labels is None:
+        raise EmbeddingError(f"{spec.name} has no classification head; use embed, or another model")

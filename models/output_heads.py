@@ -1,0 +1,57 @@
+"""What a checkpoint has behind the last layer: a matrix over the vocabulary, perhaps a copy of the embedding, or a
+classification head of a few labels."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+
+from models.checkpoint import Checkpoint, CheckpointError
+from models.config import UnsupportedModelError
+from models.families import Family
+
+logger = logging.getLogger(__name__)
+
+_CLASSIFIER, _GENERATOR = "ForSequenceClassification", "ForCausalLM"
+
+
+class _Droppable(Checkpoint, Protocol):
+    def drop(self, name: str) -> None: ...
+
+
+def labels_of(raw: dict[str, Any], family: Family) -> int | None:
+    """How many labels config.json's architecture gives a sequence; None where it generates text.
+
+    Raises UnsupportedModelError: it does neither, or for another family.
+    """
+    stated = raw.get("architectures") or []
+    stated = stated if isinstance(stated, list) else [stated]
+    classifiers = {name.replace(_GENERATOR, _CLASSIFIER) for name in family.hf_architectures}
+    unknown = sorted(str(each) for each in stated if str(each) not in family.hf_architectures | classifiers)
+    if unknown:
+        raise UnsupportedModelError(
+            f"config.json is for {unknown[0]}, implemented is {', '.join(sorted(family.hf_architectures))}: use a "
+            "text generation model, or a sequence classifier of this family"
+        )
+    if not any(str(each) in classifiers for each in stated):
+        return None
+    labels = raw.get("id2label")
+    # Configurations leave out what is the default of two.
+    return len(labels) if isinstance(labels, dict) and labels else 2
+
+
+def drop_tied_copy(checkpoint: _Droppable, family: Family) -> None:
+    """Some writers save the tied output matrix as well; a copy is dropped, a different one is a contradiction."""
+    copy, original = family.hf_names["output.weight"], family.hf_names["embedding.weight"]
+    if copy not in checkpoint.names or original not in checkpoint.names:
+        return
+    ours, theirs = checkpoint.read(original), checkpoint.read(copy)
+    if not (isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray) and np.array_equal(ours, theirs)):
+        raise CheckpointError(
+            f"{checkpoint.origin}: {copy} differs from {original} though tie_word_embeddings is true: fix the "
+            "configuration"
+        )
+    logger.info("%s: %s is a copy of %s and is not loaded", checkpoint.origin, copy, original)
+    checkpoint.drop(copy)
