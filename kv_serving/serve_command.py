@@ -1,6 +1,7 @@
 """`jaxkv serve`: its options, and what they set up."""
 
 import importlib.util
+import os
 from typing import Annotated
 
 import typer
@@ -110,7 +111,9 @@ def serve(
             engine.adapters.load(name, directory)
         return Loaded(loaded, engine)
 
-    run_server(settings, load)
+    if not run_server(settings, load):
+        # Tearing the interpreter down under a compiler that is at work would crash it.
+        os._exit(0)
 
 
 def _named(option: str) -> tuple[str, str]:

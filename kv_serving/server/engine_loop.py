@@ -83,13 +83,17 @@ class EngineLoop:
             self._aborted.append((group, choice))
             self._wake.notify()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """End the thread after the step it is in; groups that are left fail."""
+    def stop(self, timeout_s: float = 30.0) -> bool:
+        """End the thread after the step it is in, and say whether it has ended: it does not while it loads. Groups
+        that are left fail.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        if self._thread is None:
+            return True
+        self._thread.join(0 if self.state is EngineState.LOADING else timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self, load: Callable[[], "PagedEngine"]) -> None:
         try:

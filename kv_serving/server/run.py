@@ -94,12 +94,15 @@ def serve(
     settings: ServerSettings,
     load: Callable[[], Loaded],
     on_listening: Callable[[RunningServer], None] = lambda server: None,
-) -> None:
-    """Serve until a signal. Raises OSError where the port is taken, and what `load` raises."""
+) -> bool:
+    """Serve until a signal; whether the engine's thread has ended, which it has not where a load was cut off.
+
+    Raises OSError where the port is taken, and what `load` raises.
+    """
     listener = socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=1024)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with listener:
-        asyncio.run(_serve(settings, load, listener, on_listening))
+        return asyncio.run(_serve(settings, load, listener, on_listening))
 
 
 async def _serve(
@@ -107,7 +110,7 @@ async def _serve(
     load: Callable[[], Loaded],
     listener: socket.socket,
     on_listening: Callable[[RunningServer], None],
-) -> None:
+) -> bool:
     loop = asyncio.get_running_loop()
     done: list[Loaded] = []
 
@@ -160,11 +163,12 @@ async def _serve(
     try:
         await server.serve(sockets=[listener])
     finally:
-        await asyncio.to_thread(engine.stop)
+        ended = await asyncio.to_thread(engine.stop)
     if engine.state is EngineState.FAILED:
         if isinstance(engine.error, JaxkvError):
             raise engine.error
         raise EngineFailedError(f"the engine has failed ({engine.error!r}); see the log") from engine.error
+    return ended
 
 
 async def _drain(context: ServerContext, server: uvicorn.Server, drain_s: float) -> None:

@@ -104,7 +104,7 @@ def test_a_request_that_ends_while_the_next_step_waits_for_its_token_leaves_noth
 
 
 def test_nothing_compiles_after_a_warm_up_for_constraints():
-    engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=8, max_context=64)
+    engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=4, max_context=32)
     engine.warmup_paged(constrained=True)
     traces = engine.stats().traces
     batcher, tokens = engine.batcher(), {}

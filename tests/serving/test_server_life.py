@@ -280,6 +280,10 @@ def test_a_server_that_is_killed_while_it_loads_is_ready_again_when_it_is_starte
     server.wait()
     compiled = set(cache.iterdir())
     server = start()
+    wait_for(lambda: ready("/health"), 120)
+    server.terminate()  # which may well be while it loads
+    assert server.wait(60) == 0
+    server = start()
     wait_for(ready, 120)
     assert compiled <= set(cache.iterdir())
     server.terminate()
