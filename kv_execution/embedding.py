@@ -6,7 +6,7 @@ added up in the order of its tokens; neighbours and chunks change it by rounding
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,30 +35,37 @@ class Embedder:
         self._spec = spec
         self._request_ids = request_ids
 
-    def embed(
-        self, prompts: Sequence[NDArray[np.int32]], pooling: str, namespace: bytes, adapter_slot: int
-    ) -> NDArray[np.float32]:
-        """One vector for each of `prompts` [tokens]: [prompts, hidden] f32.
+    def steps(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        pooling: str,
+        namespace: bytes,
+        adapter_slot: int,
+        normalize: bool,
+    ) -> Iterator[NDArray[np.float32]]:
+        """One vector for each of `prompts` [tokens], in order and step by step: the vectors [n, hidden] f32 of those
+        that a step has ended, which are none for most.
 
-        Raises EmbeddingError, and what `HeldRequests.prefill` raises for a prompt that does not fit; nothing is held
-        then.
+        Raises what `HeldRequests.prefill` raises for a prompt that does not fit; nothing is held then.
         """
-        if pooling not in POOLINGS:
-            raise EmbeddingError(f"pooling is {pooling!r}; give one of {', '.join(POOLINGS)}")
-        vectors = np.zeros((len(prompts), self._spec.hidden_size), np.float32)
         done = 0
         while done < len(prompts):
             handles: list[RequestHandle] = []
             try:
                 self._hold(prompts[done:], namespace, adapter_slot, handles)
                 rows = np.array([handle.row for handle in handles])
-                vectors[done : done + len(rows)] = self._pool(rows, pooling)[rows]
+                sums = self._zeros()
+                while (going := self._unfinished(rows)).size:
+                    sums = self._pool(going, pooling, sums)
+                    yield np.zeros((0, self._spec.hidden_size), np.float32)
+                vectors = np.asarray(sums)[rows]
             finally:
                 if not self._runtime.interrupted:
                     for handle in handles:
                         self._runtime.scheduler.finish(handle.request_id)
             done += len(handles)
-        return vectors
+            # With nothing held, so that those who wait for a row get one.
+            yield normalized(vectors) if normalize else vectors
 
     def _hold(
         self,
@@ -79,16 +86,20 @@ class Embedder:
             )
             self._runtime.begin(handles[-1].row, adapter_slot=adapter_slot)
 
-    def _pool(self, rows: NDArray[np.int64], pooling: str) -> NDArray[np.float32]:
-        """Run the held `rows` [n] to the end of their prompts: the vectors of all rows of the engine."""
-        running = self._runtime.scheduler.running
+    def _zeros(self) -> jax.Array:
+        """A sum for every row of the engine."""
         zeros = np.zeros((self._runtime.buckets.max_rows, self._spec.hidden_size), np.float32)
-        sums = jax.device_put(zeros, jnp.asarray(self._runtime.state.sampler.history).sharding)
-        while (going := rows[running.kv_len[rows] < running.prompt_len[rows]]).size:
-            with self._runtime.step():
-                plan = self._runtime.scheduler.schedule_held(going)
-                sums = self._runtime.pool(plan, self._weights(plan, pooling), sums)
-        return np.asarray(sums)
+        return jax.device_put(zeros, jnp.asarray(self._runtime.state.sampler.history).sharding)
+
+    def _pool(self, rows: NDArray[np.int64], pooling: str, sums: jax.Array) -> jax.Array:
+        """One step of the held `rows` [n]: `sums` with what it adds to theirs."""
+        with self._runtime.step():
+            plan = self._runtime.scheduler.schedule_held(rows)
+            return self._runtime.pool(plan, self._weights(plan, pooling), sums)
+
+    def _unfinished(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        running = self._runtime.scheduler.running
+        return rows[running.kv_len[rows] < running.prompt_len[rows]]
 
     def _weights(self, plan: StepPlan, pooling: str) -> NDArray[np.float32]:
         """What each token [tokens] of a step counts for in its row's sum."""
@@ -96,6 +107,12 @@ class Embedder:
         if pooling == "mean":
             return (1 / lengths).astype(np.float32)
         return (positions == (lengths - 1 if pooling == "last" else 0)).astype(np.float32)
+
+
+def check_pooling(pooling: str) -> None:
+    """Raises EmbeddingError for one that there is not."""
+    if pooling not in POOLINGS:
+        raise EmbeddingError(f"pooling is {pooling!r}; give one of {', '.join(POOLINGS)}")
 
 
 def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -18,17 +18,16 @@ from kv_common.errors import JaxkvError
 from kv_control.buckets import StepShape
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
-from kv_control.scheduler import Scheduler
 from kv_execution.adapters import AdapterChoice, Adapters
 from kv_execution.batcher import Batcher, check_generates, check_params, checked_prompt
 from kv_execution.bulk import generate_all
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
-from kv_execution.embedding import Embedder, check_classifies, normalized
+from kv_execution.embedding import Embedder, check_classifies, check_pooling
 from kv_execution.engine_values import EnginePlan, EngineStats, allocation_line, engine_stats, namespace_of
 from kv_execution.held_requests import HeldRequests, PrefillResult
 from kv_execution.needed_shapes import shapes_needed
-from kv_execution.planning import plan_for
+from kv_execution.planning import plan_for, scheduler_for
 from kv_execution.processes import agreed_clock, seed_source
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import GenerationResult, TokenOutput
@@ -105,7 +104,7 @@ class PagedEngine:
             self._params,
             self._planned.chosen.provider,
             self._programs,
-            self._new_scheduler(),
+            scheduler_for(self._planned, self.model.spec, self.config),
             self._buckets,
             self.model.spec.vocab_size,
             mesh=self.model.tensor_mesh,
@@ -150,7 +149,7 @@ class PagedEngine:
         Raises PromptError, RequestTooLargeError or QueueFullError for prompts that `generate` would refuse.
         """
         checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
-        return shapes_needed(self._new_scheduler(), self._buckets, checked, params)
+        return shapes_needed(scheduler_for(self._planned, self.model.spec, self.config), self._buckets, checked, params)
 
     def prefill_paged(
         self,
@@ -217,11 +216,24 @@ class PagedEngine:
         `pooling`: "mean" of all tokens, "last" token, or first ("cls"). Compiles its own programs. Raises
         EmbeddingError for another, and what `prefill_paged` raises.
         """
+        parts = self.embed_steps(prompts, pooling=pooling, normalize=normalize, adapter=adapter)
+        return np.concatenate([np.zeros((0, self.model.spec.hidden_size), np.float32), *parts])
+
+    def embed_steps(
+        self,
+        prompts: Sequence[Sequence[int] | NDArray[np.integer]],
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+        cache_salt: str = "",
+        adapter: str | None = None,
+    ) -> Iterator[NDArray[np.float32]]:
+        """`embed` step by step, in parts [prompts that have ended, hidden]; others may go on between two of them."""
+        check_pooling(pooling)
         embedder = Embedder(self._require_runtime(), self.model.spec, self._request_ids)
         checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
         choice = self.adapters.choice(adapter)
-        vectors = embedder.embed(checked, pooling, self._namespace_of("", choice), choice.slot)
-        return normalized(vectors) if normalize else vectors
+        return embedder.steps(checked, pooling, self._namespace_of(cache_salt, choice), choice.slot, normalize)
 
     def classify(
         self, prompts: Sequence[Sequence[int] | NDArray[np.integer]], *, adapter: str | None = None
@@ -260,18 +272,6 @@ class PagedEngine:
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix and return how many pages that freed; running requests keep theirs."""
         return len(self._require_runtime().scheduler.residency.trie.reset())
-
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(
-            self._layout,
-            max_requests=self.config.max_requests,
-            max_step_tokens=self.config.max_step_tokens,
-            max_context=self._buckets.max_context,
-            max_waiting=self.config.max_waiting,
-            reach=self.model.spec.attention_reach,
-            prefix_cache=self.config.prefix_cache,
-            longest_prefix_first=self.config.longest_prefix_first,
-        )
 
     def _namespace_of(self, cache_salt: str, adapter: AdapterChoice) -> bytes:
         return dataclasses.replace(self._namespace, tenant=cache_salt, adapter_fingerprint=adapter.fingerprint).digest()

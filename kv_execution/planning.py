@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 from kv_common.layout import MAX_SLOTS, KvStorageLayoutV1, layout_for_budget
+from kv_common.model_spec import ModelSpec
 from kv_control.buckets import ShapeBuckets
+from kv_control.scheduler import Scheduler
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.protocols import CausalModel
 from kv_kernels.provider import KernelNeeds
@@ -53,3 +55,17 @@ def plan_for(model: CausalModel, config: EngineConfig) -> Planned:
     )
     buckets = ShapeBuckets(config.max_requests, config.max_step_tokens, config.max_context or spec.max_context)
     return Planned(layout, buckets, needs.platform, choose_provider(needs, config.provider))
+
+
+def scheduler_for(planned: Planned, spec: ModelSpec, config: EngineConfig) -> Scheduler:
+    """A scheduler with nothing in it."""
+    return Scheduler(
+        planned.layout,
+        max_requests=config.max_requests,
+        max_step_tokens=config.max_step_tokens,
+        max_context=planned.buckets.max_context,
+        max_waiting=config.max_waiting,
+        reach=spec.attention_reach,
+        prefix_cache=config.prefix_cache,
+        longest_prefix_first=config.longest_prefix_first,
+    )

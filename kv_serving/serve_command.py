@@ -52,6 +52,7 @@ def serve(
     deadline: Annotated[float | None, typer.Option(metavar="SECONDS", help="Longest time of a request.")] = None,
     drain: Annotated[float, typer.Option(metavar="SECONDS", help="How long the end may wait for requests.")] = 30,
     max_adapter_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 16,
+    pooling: Annotated[str, typer.Option(help="How embeddings are made: mean, last or cls.")] = "mean",
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
     kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
     tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
@@ -68,12 +69,14 @@ def serve(
     """Serve a model over HTTP, in OpenAI's API."""
     require_extra()
     from kv_execution import EngineConfig
+    from kv_execution.embedding import check_pooling
     from kv_serving.server.api_keys import ApiKeys
     from kv_serving.server.limits import Limits
     from kv_serving.server.logs import log_to_stderr
     from kv_serving.server.run import Loaded, ServerSettings
     from kv_serving.server.run import serve as run_server
 
+    check_pooling(pooling)
     adapters = dict(_named(each) for each in adapter or ())
     config = EngineConfig(
         max_adapters=len(adapters),
@@ -100,6 +103,7 @@ def serve(
             deadline_s=deadline,
         ),
         drain_s=drain,
+        pooling=pooling,
     )
     log_to_stderr(log_level)
 

@@ -110,6 +110,7 @@ class Answer:
                     if isinstance(event, PromptScores):
                         changed |= self._scored(event)
                         continue
+                    assert isinstance(event, ChoiceToken)
                     choice = self._open.get(event.choice)
                     if choice is not None and choice.assembly.finish_reason is None:
                         self._accept(choice, event)

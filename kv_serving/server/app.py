@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from kv_common import __version__
 from kv_common.errors import JaxkvError
-from kv_serving.server import operation_routes, routes
+from kv_serving.server import embedding_routes, operation_routes, routes
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.context import ServerContext
 from kv_serving.server.delivery import ClientGoneError, json_response
@@ -21,6 +21,7 @@ def create_app(context: ServerContext, keys: ApiKeys) -> ASGIApp:
     app = FastAPI(title="jaxkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.context = context
     app.include_router(routes.router)
+    app.include_router(embedding_routes.router)
     app.include_router(operation_routes.router)
     app.add_exception_handler(Exception, _refused)
     app.add_exception_handler(JaxkvError, _refused)

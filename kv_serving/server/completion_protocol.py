@@ -10,6 +10,13 @@ from kv_serving.server.sampling_fields import SamplingFields
 TokenIds = list[int]
 
 
+def prompts_in(given: str | TokenIds | list[str] | list[TokenIds]) -> list[str | TokenIds]:
+    """The prompts of a field that may have one or several."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    return list(given)  # type: ignore[arg-type]
+
+
 class CompletionRequest(SamplingFields):
     """Raw text, or token ids, to go on from."""
 
@@ -23,11 +30,7 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> list[str | TokenIds]:
         """One entry for each prompt; token ids as they are."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return prompts_in(self.prompt)
 
     def check(self) -> None:
         """Raises ApiError for what is well-formed and not to be had."""

@@ -20,7 +20,7 @@ from kv_execution.runtime import InterruptedStepError
 from kv_serving.server.endings import DeadlineError, EngineStoppedError
 from kv_serving.server.engine_snapshot import EngineSnapshot, snapshot_of
 from kv_serving.server.prompt_scorer import PromptScorer
-from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, PromptScores, RequestGroup
+from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, RequestGroup
 
 if TYPE_CHECKING:
     from kv_execution import Batcher, EnginePlan, PagedEngine
@@ -160,23 +160,23 @@ class EngineLoop:
         group = self._scorer.current
         try:
             if group.deadline_s is not None and time.monotonic() > group.submitted_s + group.deadline_s:
-                raise DeadlineError("the request ran out of time before its prompt was scored")
-            scored = self._scorer.step(self._engine, may_wait=self._batcher.has_unfinished)
+                raise DeadlineError("the request ran out of time before its prompt was computed")
+            event = self._scorer.step(self._engine, may_wait=self._batcher.has_unfinished)
         except Exception as error:  # as for a step
             if not isinstance(error, JaxkvError):
-                logger.exception("a prompt could not be scored")
+                logger.exception("a prompt could not be computed")
             self._scorer.remove(group)
             self._deliveries.append((group.channel, Failure(error)))
             if self._interrupted:
                 self._recover(error)
             return
-        if scored is not None:
-            self._deliveries.append((group.channel, PromptScores(tuple(group.choices), scored.tokens)))
+        if event is not None:
+            self._deliveries.append((group.channel, event))
             if group.generates:
                 self._submit(group)
 
     def _begin(self, group: RequestGroup) -> None:
-        if group.prompt_logprobs is None:
+        if group.samples:
             self._submit(group)
         else:
             self._scorer.add(group)

@@ -1,40 +1,33 @@
-"""Log-probabilities of prompts, one after another, a step at a time between the steps of the rest.
+"""Log-probabilities and vectors of prompts, one group after another, a step at a time between the steps of the rest.
 
 Contract: a prompt that finds no row or no pages waits for as long as something else runs. Only what is asked for is
 kept of a step: a row of the vocabulary for each token would fill the memory.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_serving.server.request_group import RequestGroup, ScoredToken
+from kv_serving.server.request_group import Event, PoolingGroup, PromptScores, PromptVectors, RequestGroup, ScoredToken
 
 if TYPE_CHECKING:
     from kv_execution import PagedEngine
 
 
-class ScoredPrompt(NamedTuple):
-    """A group, and its prompt's tokens with their scores."""
-
-    group: RequestGroup
-    tokens: list[ScoredToken]
-
-
 class PromptScorer:
-    """The prompts that wait for their scores; the first of them may be on its way."""
+    """The prompts that wait for their scores or vectors; the first of them may be on its way."""
 
     def __init__(self) -> None:
         self._waiting: deque[RequestGroup] = deque()
-        self._steps: Iterator[NDArray[np.float32]] | None = None
-        self._tokens: list[ScoredToken] = []
+        self._steps: Generator[Event | None] | None = None
 
     @property
     def waiting(self) -> int:
-        """Prompts that have no scores yet."""
+        """Groups that have neither yet."""
         return len(self._waiting)
 
     @property
@@ -59,38 +52,56 @@ class PromptScorer:
                 self.restart()
             self._waiting.remove(group)
 
-    def step(self, engine: "PagedEngine", *, may_wait: bool) -> ScoredPrompt | None:
+    def step(self, engine: "PagedEngine", *, may_wait: bool) -> Event | None:
         """One step of the first prompt; what it comes to, where that was the last.
 
-        Raises what `score_steps` raises, but where it `may_wait` not for a lack of rows or pages.
+        Raises what `score_steps` and `embed_steps` raise, but where it `may_wait` not for a lack of rows or pages.
         """
         from kv_control.page_allocator import OutOfPagesError
         from kv_control.request_map import NoFreeRowError
 
         group = self.current
         if self._steps is None:
-            self._tokens = [ScoredToken(int(group.token_ids[0]), None, ())] if len(group.token_ids) else []
-            self._steps = engine.score_steps(group.token_ids, cache_salt=group.cache_salt, adapter=group.adapter)
+            self._steps = _pooled(engine, group) if isinstance(group, PoolingGroup) else _scored(engine, group)
         try:
-            part = next(self._steps)
+            event = next(self._steps)
         except (NoFreeRowError, OutOfPagesError):
             self.restart()
             if may_wait:
                 return None
             raise
-        follow = np.asarray(group.token_ids[len(self._tokens) : len(self._tokens) + len(part)], np.int64)
-        self._tokens += scored_tokens(part[: len(follow)], follow, group.prompt_logprobs or 0)
-        if len(self._tokens) < len(group.token_ids):
-            return None
-        tokens = self._tokens
-        self.remove(group)
-        return ScoredPrompt(group, tokens)
+        if event is not None:
+            self.remove(group)
+        return event
 
     def restart(self) -> None:
         """Begin the first prompt again, or not at all."""
-        steps, self._steps, self._tokens = self._steps, None, []
+        steps, self._steps = self._steps, None
         if steps is not None:
-            steps.close()  # type: ignore[attr-defined]
+            steps.close()
+
+
+def _scored(engine: "PagedEngine", group: RequestGroup) -> Generator[Event | None]:
+    """None after each step but the last, and then the scores of the group's prompt."""
+    tokens = [ScoredToken(int(group.token_ids[0]), None, ())] if len(group.token_ids) else []
+    with contextlib.closing(
+        engine.score_steps(group.token_ids, cache_salt=group.cache_salt, adapter=group.adapter)  # type: ignore[type-var]
+    ) as parts:
+        for part in parts:
+            follow = np.asarray(group.token_ids[len(tokens) : len(tokens) + len(part)], np.int64)
+            tokens += scored_tokens(part[: len(follow)], follow, group.prompt_logprobs or 0)
+            yield None if len(tokens) < len(group.token_ids) else PromptScores(tuple(group.choices), tokens)
+
+
+def _pooled(engine: "PagedEngine", group: PoolingGroup) -> Generator[Event | None]:
+    """None after each step but the last, and then the vectors of the group's prompts."""
+    rest = group.prompts[len(group.vectors) :]
+    with contextlib.closing(
+        engine.embed_steps(rest, pooling=group.pooling, cache_salt=group.cache_salt, adapter=group.adapter)  # type: ignore[type-var]
+    ) as parts:
+        for part in parts:
+            group.vectors.extend(part)
+            yield None if len(group.vectors) < len(group.prompts) else PromptVectors(np.stack(group.vectors))
 
 
 def scored_tokens(logprobs: NDArray[np.float32], follow: NDArray[np.integer], top: int) -> list[ScoredToken]:

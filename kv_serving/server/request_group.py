@@ -1,7 +1,8 @@
 """What the front hands to the engine's thread, and what comes back.
 
-A group is one prompt with the sampling of each of its choices. Events go the other way through a channel, which one
-coroutine reads. A channel needs no limit of its own: a group yields at most `max_tokens` events for each choice.
+A group is one prompt with the sampling of each of its choices, or prompts that become a vector each. Events go the
+other way through a channel, which one coroutine reads. A channel needs no limit of its own: a group yields at most
+`max_tokens` events for each choice.
 """
 
 import asyncio
@@ -9,6 +10,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kv_execution import SamplingParams, TokenOutput
@@ -38,13 +42,19 @@ class PromptScores(NamedTuple):
     tokens: Sequence[ScoredToken]
 
 
+class PromptVectors(NamedTuple):
+    """The vectors [prompts, hidden] of a group that pools."""
+
+    vectors: NDArray[np.float32]
+
+
 class Failure(NamedTuple):
     """A group has ended without an answer."""
 
     error: Exception
 
 
-Event = ChoiceToken | PromptScores | Failure
+Event = ChoiceToken | PromptScores | PromptVectors | Failure
 
 
 class EventChannel:
@@ -93,3 +103,35 @@ class RequestGroup:
     """When its first choice had a row (monotonic)."""
     request_ids: dict[int, int] = field(default_factory=dict)
     """The engine's, of the choices that have not ended; the engine's thread alone looks at it."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether it can go to the batcher at once."""
+        return self.prompt_logprobs is None
+
+
+class PoolingGroup(RequestGroup):
+    """Prompts to be pooled to a vector each; nothing is generated."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        pooling: str,
+        channel: EventChannel,
+        *,
+        cache_salt: str,
+        adapter: str | None,
+        deadline_s: float | None,
+    ) -> None:
+        super().__init__(
+            (), {}, channel, cache_salt=cache_salt, adapter=adapter, deadline_s=deadline_s, generates=False
+        )
+        self.prompts = prompts
+        self.pooling = pooling
+        self.vectors: list[NDArray[np.float32]] = []
+        """Those of the first prompts, which need not be computed again when the pass is."""
+
+    @property
+    def samples(self) -> bool:
+        """Never."""
+        return False

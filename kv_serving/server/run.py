@@ -58,6 +58,7 @@ class ServerSettings:
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 30.0
+    pooling: str = "mean"
 
     @property
     def open_to_all(self) -> bool:
@@ -124,6 +125,7 @@ async def _serve(
                 limits=settings.limits,
                 metrics=context.metrics,
                 adapters=done[0].engine.adapters.names,
+                pooling=settings.pooling,
             )
             context.serve(service)
             logger.info("ready", extra={"fields": {"model": settings.name}})

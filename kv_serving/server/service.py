@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kv_serving.server.answer import Answer
 from kv_serving.server.chat_protocol import ChatRequest
 from kv_serving.server.completion_protocol import CompletionRequest
+from kv_serving.server.embeddings import Embeddings
 from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.errors import ApiError
 from kv_serving.server.form_fields import JsonObjectFormat, JsonSchemaFormat, NamedTool
@@ -57,8 +58,12 @@ class Service:
         limits: Limits,
         metrics: ServerMetrics,
         adapters: Sequence[str] = (),
+        pooling: str = "mean",
     ) -> None:
-        """`name` is what requests call the model; `adapters` are the names of loaded ones, each a model to ask for."""
+        """`name` is what requests call the model; `adapters` are the names of loaded ones, each a model to ask for.
+
+        `pooling` is how /v1/embeddings makes a vector of a prompt.
+        """
         self.name = name
         self.names = (name, *adapters)
         self.model = model
@@ -73,6 +78,7 @@ class Service:
         self._engine = engine
         self._metrics = metrics
         self.concurrency = Concurrency(limits.max_concurrent)
+        self.embeddings = Embeddings(self, engine, metrics, pooling)
 
     async def complete(self, request: CompletionRequest, tenant: str) -> Answer:
         """The answers to a completion; choice n * i + j is number j to prompt i."""
@@ -150,6 +156,10 @@ class Service:
             message = f"there is no model {asked!r}: ask for {' or '.join(self.names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def adapter_of(self, asked: str | None) -> str | None:
+        """The name of the adapter that a request for the model `asked` runs with."""
+        return None if asked == self.name else asked
+
     def _is_special(self, text: str) -> bool:
         """Whether `text` is a token that decoding leaves out."""
         token = self.tokenizer.token_id(text) if text else None
@@ -192,7 +202,7 @@ class Service:
                     dict(enumerate(prompt.params, first)),
                     channel,
                     priority=request.priority or 0,
-                    adapter=None if request.model in (None, self.name) else request.model,
+                    adapter=self.adapter_of(request.model),
                     cache_salt=f"{tenant}:{request.cache_salt or ''}",
                     deadline_s=self.limits.deadline_of(request.deadline_s),
                     opening=prompt.opening,
