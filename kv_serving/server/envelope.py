@@ -17,6 +17,9 @@ from kv_serving.server.server_metrics import ServerMetrics
 
 logger = logging.getLogger("kv_serving.access")
 
+_PROBES = {"/health", "/ready", "/metrics", "/status"}
+"""Asked every few seconds by machines: their lines are for whoever debugs."""
+
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 CLIENT_GONE = 499
 """Status in the log of a request whose client did not wait."""
@@ -59,7 +62,8 @@ class Envelope:
         method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
         self._metrics.response(method, route, status)
         client, answer = scope.get("client"), scope.get("jaxkv.answer")
-        logger.info(
+        logger.log(
+            logging.DEBUG if route in _PROBES else logging.INFO,
             "request",
             extra={
                 "fields": {
