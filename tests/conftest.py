@@ -1,6 +1,8 @@
 """What every test shares: the CPU platform, reproducible hypothesis runs, and where the data is."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,22 @@ MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+MANY_MAPPINGS = 15_000
+"""Of the 65,530 that Linux lets a process have: every compiled program takes some."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go_of_what_was_compiled() -> Iterator[None]:
+    """One process runs thousands of tests, and XLA crashes where it gets no memory for a program."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MANY_MAPPINGS:
+        import jax
+
+        gc.collect()
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
