@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from kv_common.errors import JaxkvError
 from kv_serving.replicas.front import Front
-from kv_serving.replicas.replica import Replica
+from kv_serving.replicas.replica import Replica, ReplicaFailedError
 from kv_serving.replicas.router import PrefixRouter
 from kv_serving.server.guard import Guard
 from kv_serving.server.run import Loaded, ServerSettings
@@ -104,7 +104,7 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; what is being answered then goes on for `drain_s` seconds at most.
 
-    Raises what Ray raises where the replicas cannot start.
+    Raises ReplicaFailedError where they cannot start.
     """
     # CPUs are only counted, so replicas beyond the cores of a single machine would wait for ever.
     counted = None if "RAY_ADDRESS" in os.environ else max(scaling.max_replicas, os.cpu_count() or 1)
@@ -113,7 +113,10 @@ def run(
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
-        serve.run(build(settings, load, scaling, log_level, devices), name=APP, route_prefix="/")
+        try:
+            serve.run(build(settings, load, scaling, log_level, devices), name=APP, route_prefix="/")
+        except RuntimeError as error:  # Ray's word for it, with all that happened in its text
+            raise ReplicaFailedError("no replica could start; see what they say above") from error
         threading.Event().wait()
     finally:
         serve.shutdown()

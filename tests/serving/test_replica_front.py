@@ -110,6 +110,16 @@ def test_without_room_the_client_is_told_to_come_back() -> None:
     assert head["status"] == 429
 
 
+def test_scaling_is_given_to_ray_only_where_it_is_asked_for() -> None:
+    from kv_serving.replicas.app import Scaling, ScalingError
+
+    assert Scaling(replicas=2, max_replicas=2).options() == {"num_replicas": 2}
+    scaling = Scaling(replicas=1, max_replicas=4, target_requests=7).options()["autoscaling_config"]
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 7)
+    with pytest.raises(ScalingError, match="3 replicas and at most 2"):
+        Scaling(replicas=3, max_replicas=2)
+
+
 def test_a_client_that_goes_away_cancels_its_answer() -> None:
     answer = Answer()
     assert call(Replicas(answer), gone=True) == []

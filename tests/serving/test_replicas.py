@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_a_prompt_goes_where_it_is_cached_and_answers_as_one_engine(client: http
     first = [ask(client, prompt) for prompt in prompts]
     assert [cached for _, cached, _ in first] == [0] * 6
     places = [replica for replica, _, _ in first]
+    assert [ask(client, prompt)[:2] for prompt in prompts] == [(place, 80) for place in places]
+    # What was sent where is forgotten by the second look at a cache that has changed; from then on it has to tell.
+    for number in range(3):
+        for filler in range(8):
+            ask(client, [200 + number, *range(20 + filler, 40 + filler)])
+        time.sleep(1.2)
     engine = PagedEngine(load_model(model), ENGINE)
     engine.init_paged_runtime()
     results = engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
