@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
+from kv_control.key_changes import KeyChangeRecord, KeyChanges
 
 NO_NODE = 0
 """The padding page, which is never cached."""
@@ -38,6 +39,8 @@ class PrefixNodes:
         # A root lives while it has a child, so there are never more roots than pages.
         self._newest_child = np.zeros(2 * num_pages, np.int32)
         self._child_count = np.zeros(2 * num_pages, np.int32)
+        self._changes = KeyChangeRecord()
+        self._page_of: dict[bytes, int] = {}
         self.clear()
 
     def __len__(self) -> int:
@@ -49,12 +52,17 @@ class PrefixNodes:
 
     def clear(self) -> None:
         """Forget every node."""
-        self._page_of: dict[bytes, int] = {}
+        self._changes.remove(self._page_of)
+        self._page_of = {}
         self._root_of: dict[bytes, int] = {}
         self._namespace_of: dict[int, bytes] = {}
         self._closed_roots: list[int] = []
         # Contents of first pages under any namespace, with the number of namespaces that have them.
         self._first_pages: Counter[bytes] = Counter()
+
+    def take_changes(self) -> KeyChanges:
+        """Which keys were attached and detached since the last call; at the first, all that are attached."""
+        return self._changes.take(self._page_of)
 
     def key_of(self, page: int) -> bytes:
         """The key under which an attached page is found."""
@@ -128,6 +136,7 @@ class PrefixNodes:
         ids = pages.tolist()
         first = ids[0]
         self._page_of.update(zip(keys, ids, strict=True))
+        self._changes.store(keys)
         for page, key in zip(ids, keys, strict=True):
             self._key[page] = key
         self._tokens[pages] = tokens
@@ -164,6 +173,7 @@ class PrefixNodes:
             self._unlink(page)
         for page in going.tolist():
             del self._page_of[self._key[page]]
+        self._changes.remove(self._key[page] for page in going.tolist())
         for page in going[parents >= self._num_pages].tolist():
             self._forget_first_page(page)
         return going

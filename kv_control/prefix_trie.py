@@ -3,8 +3,7 @@
 Keys are hashes chained from the namespace digest, and what they find is compared (`prefix_nodes`): a hash that collides
 costs hits, never a wrong one. The trie holds one reference to each of its pages. A request holds whole paths, so pages
 below a page that only the cache holds are cached only as well, and let go of before it: the oldest cached page is a
-leaf, and eviction walks nothing, unless a request has given back pages behind its window. `match` changes nothing;
-`hold` makes it count. Nothing recurses, however deep.
+leaf, and eviction walks nothing, unless a request has given back pages behind its window. `hold` makes a match count.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kv_common.errors import JaxkvError
+from kv_control.key_changes import KeyChanges
 from kv_control.key_memory import KeyMemory
 from kv_control.page_allocator import PageAllocator
 from kv_control.pending_prefixes import PendingPrefixes
@@ -75,7 +75,7 @@ class PrefixTrie:
 
     def evictable_pages_beside(self, match: PrefixMatch) -> int:
         """How many pages `evict` could free once `match` is held."""
-        only_cached = self.allocator.reference_count[_pages_to_hold(match)] == 1
+        only_cached = self.allocator.reference_count[match.pages_to_hold] == 1
         return self.allocator.cached_pages - int(np.count_nonzero(only_cached))
 
     @property
@@ -144,7 +144,7 @@ class PrefixTrie:
                 f"pages have left the trie {self._generation - match.generation} times since the match of "
                 f"{match.pages.size} pages: match again"
             )
-        self.allocator.share(_pages_to_hold(match)[behind:])
+        self.allocator.share(match.pages_to_hold[behind:])
         self._misses[match.miss_reason] += 1
         self._asked_tokens += match.asked_tokens
         self._hit_tokens += match.cached_tokens
@@ -213,6 +213,10 @@ class PrefixTrie:
         self._evictions += pages.size
         self._generation += bool(pages.size)
         return pages
+
+    def take_changes(self) -> KeyChanges:
+        """Which keys came and left since the last call; the first tells of all that are cached."""
+        return self._nodes.take_changes()
 
     def reset(self) -> NDArray[np.int32]:
         """Forget every prefix; return the pages that became free. Pages of requests stay theirs, no longer cached."""
@@ -294,7 +298,3 @@ def _as_tokens(token_ids: ArrayLike) -> NDArray[np.int32]:
         if tokens.min() < _INT32.min or tokens.max() > _INT32.max:
             raise PrefixTrieError(f"token ids span {tokens.min()} .. {tokens.max()}: they must fit int32")
     return tokens.astype("<i4", copy=False)
-
-
-def _pages_to_hold(match: PrefixMatch) -> NDArray[np.int32]:
-    return np.append(match.pages, np.int32(match.fork.source_page)) if match.fork else match.pages

@@ -78,6 +78,11 @@ class PrefixMatch(NamedTuple):
     generation: int
 
     @property
+    def pages_to_hold(self) -> NDArray[np.int32]:
+        """The pages [n] or [n + 1] that have to stay until the match has taken effect."""
+        return np.append(self.pages, np.int32(self.fork.source_page)) if self.fork else self.pages
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens that need not be computed."""
         return self.page_tokens + (self.fork.tokens if self.fork else 0)

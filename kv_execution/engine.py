@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
 from kv_control.buckets import StepShape
+from kv_control.key_changes import KeyChanges
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_execution.adapters import AdapterChoice, Adapters
@@ -35,6 +36,7 @@ from kv_execution.runtime import PagedRuntime, samplers_for
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 
+TokenIds = Sequence[int] | NDArray[np.integer]
 logger = logging.getLogger(__name__)
 
 
@@ -141,9 +143,7 @@ class PagedEngine:
         self._require_runtime().warm_up(shapes, progress, samplers=samplers_for(plain, constrained))
         return shapes
 
-    def shapes_needed(
-        self, prompts: Sequence[Sequence[int] | NDArray[np.integer]], params: Sequence[SamplingParams]
-    ) -> tuple[StepShape, ...]:
+    def shapes_needed(self, prompts: Sequence[TokenIds], params: Sequence[SamplingParams]) -> tuple[StepShape, ...]:
         """The shapes that `prompts` alone will reach, for `warmup_paged`; `params` are one per prompt.
 
         Raises PromptError, RequestTooLargeError or QueueFullError for prompts that `generate` would refuse.
@@ -153,7 +153,7 @@ class PagedEngine:
 
     def prefill_paged(
         self,
-        token_ids: Sequence[int] | NDArray[np.integer],
+        token_ids: TokenIds,
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
@@ -191,7 +191,7 @@ class PagedEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | NDArray[np.integer]],
+        prompts: Sequence[TokenIds],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapters: str | Sequence[str | None] | None = None,
@@ -204,12 +204,7 @@ class PagedEngine:
         return generate_all(self.batcher(), self._require_runtime(), prompts, params, adapters)
 
     def embed(
-        self,
-        prompts: Sequence[Sequence[int] | NDArray[np.integer]],
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-        adapter: str | None = None,
+        self, prompts: Sequence[TokenIds], *, pooling: str = "mean", normalize: bool = True, adapter: str | None = None
     ) -> NDArray[np.float32]:
         """The final hidden states of each prompt, pooled: [prompts, hidden] f32, of length 1 where `normalize` is set.
 
@@ -221,7 +216,7 @@ class PagedEngine:
 
     def embed_steps(
         self,
-        prompts: Sequence[Sequence[int] | NDArray[np.integer]],
+        prompts: Sequence[TokenIds],
         *,
         pooling: str = "mean",
         normalize: bool = True,
@@ -235,9 +230,7 @@ class PagedEngine:
         choice = self.adapters.choice(adapter)
         return embedder.steps(checked, pooling, self._namespace_of(cache_salt, choice), choice.slot, normalize)
 
-    def classify(
-        self, prompts: Sequence[Sequence[int] | NDArray[np.integer]], *, adapter: str | None = None
-    ) -> NDArray[np.float32]:
+    def classify(self, prompts: Sequence[TokenIds], *, adapter: str | None = None) -> NDArray[np.float32]:
         """A classifier's or reward model's scores of each prompt, by its last token: [prompts, labels] f32, unscaled.
 
         Raises EmbeddingError for a model without such a head, and what `embed` raises.
@@ -246,14 +239,12 @@ class PagedEngine:
         pooled = self.embed(prompts, pooling="last", normalize=False, adapter=adapter)
         return np.asarray(self.model.classify(self.model.params, pooled))
 
-    def score(
-        self, token_ids: Sequence[int] | NDArray[np.integer], *, adapter: str | None = None
-    ) -> NDArray[np.float32]:
+    def score(self, token_ids: TokenIds, *, adapter: str | None = None) -> NDArray[np.float32]:
         """Log-probabilities [tokens, vocab] of what follows each token. Raises what `prefill_paged` raises."""
         return np.concatenate(list(self.score_steps(token_ids, adapter=adapter)))
 
     def score_steps(
-        self, token_ids: Sequence[int] | NDArray[np.integer], *, cache_salt: str = "", adapter: str | None = None
+        self, token_ids: TokenIds, *, cache_salt: str = "", adapter: str | None = None
     ) -> Iterator[NDArray[np.float32]]:
         """`score` step by step, in parts [tokens of the step, vocab]; other requests may go on between two of them."""
         held, choice = self._require_held(), self.adapters.choice(adapter)
@@ -268,6 +259,16 @@ class PagedEngine:
     def prefix_statistics(self) -> PrefixStatistics:
         """Hits, misses by reason, and evictions of the prefix cache."""
         return self._require_runtime().scheduler.residency.trie.statistics
+
+    def prefix_changes(self) -> KeyChanges:
+        """Keys of pages that came to the prefix cache and left it since the last call; the first tells all."""
+        return self._require_runtime().scheduler.residency.trie.take_changes()
+
+    def prefix_keys(self, token_ids: TokenIds, *, cache_salt: str = "", adapter: str | None = None) -> list[bytes]:
+        """The keys of a prompt's full pages in the prefix cache, in order. Raises PromptError, AdapterNameError."""
+        namespace = self._namespace_of(cache_salt, self.adapters.choice(adapter))
+        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
+        return self._require_runtime().scheduler.residency.trie.page_keys(namespace, prompt)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix and return how many pages that freed; running requests keep theirs."""

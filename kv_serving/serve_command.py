@@ -22,9 +22,13 @@ class AdapterOptionError(JaxkvError):
 
 def require_extra() -> None:
     """Raises MissingExtraError where a library of the extra `serve` is not there."""
-    for library in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+    _require("serve", "fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+def _require(extra: str, *libraries: str) -> None:
+    for library in libraries:
         if importlib.util.find_spec(library) is None:
-            raise MissingExtraError(f"{library} is not installed: pip install 'jaxkv[serve]'")
+            raise MissingExtraError(f"{library} is not installed: pip install 'jaxkv[{extra}]'")
 
 
 def serve(
@@ -64,6 +68,11 @@ def serve(
             "--compilation-cache/--no-compilation-cache", help="Keep what is compiled in the user's cache folder."
         ),
     ] = True,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines behind the address; several run on Ray Serve.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Scale up to so many. [default: as many as replicas]")
+    ] = None,
+    target_requests: Annotated[float, typer.Option(help="Requests of one replica that scaling aims at.")] = 16,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
@@ -105,7 +114,6 @@ def serve(
         drain_s=drain,
         pooling=pooling,
     )
-    log_to_stderr(log_level)
 
     def load() -> Loaded:
         console = Console(stderr=True)
@@ -115,6 +123,14 @@ def serve(
             engine.adapters.load(name, directory)
         return Loaded(loaded, engine)
 
+    if replicas > 1 or max_replicas is not None:
+        _require("serve,ray", "ray")
+        from kv_serving.replicas.app import Scaling, run
+
+        scaling = Scaling(replicas=replicas, max_replicas=max_replicas or replicas, target_requests=target_requests)
+        run(settings, load, scaling, log_level, tensor_parallel)
+        return
+    log_to_stderr(log_level)
     if not run_server(settings, load):
         # Tearing the interpreter down under a compiler that is at work would crash it.
         os._exit(0)

@@ -76,3 +76,8 @@ def tenant_of(request: Request) -> str:
     """What keeps the cache of one API key's holder apart from another's; empty where there are no keys."""
     tenant: str = request.scope.get("jaxkv.tenant", "")
     return tenant
+
+
+def salt_of(tenant: str, asked: str | None) -> str:
+    """What keeps cached pages apart: one tenant's from another's, and those of the salts that a tenant asks for."""
+    return f"{tenant}:{asked or ''}"

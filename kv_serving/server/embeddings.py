@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_serving.server.context import salt_of
 from kv_serving.server.embedding_protocol import EmbeddingRequest
 from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.errors import api_error_of
@@ -49,7 +50,7 @@ class Embeddings:
             self._pooling,
             EventChannel(),
             adapter=service.adapter_of(request.model),
-            cache_salt=f"{tenant}:{request.cache_salt or ''}",
+            cache_salt=salt_of(tenant, request.cache_salt),
             deadline_s=service.limits.deadline_of(request.deadline_s),
         )
         with service.concurrency:

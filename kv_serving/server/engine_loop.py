@@ -38,9 +38,14 @@ class EngineState(StrEnum):
 
 
 class EngineLoop:
-    """Owns the engine and its thread. `on_state(state)` is called on `loop` whenever `state` changes."""
+    """Owns the engine and its thread. `on_state` is called with a new state on `loop`, `after_step` on the thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_state: Callable[[EngineState], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_state: Callable[[EngineState], None],
+        after_step: Callable[["PagedEngine"], None] = lambda engine: None,
+    ) -> None:
         self.state = EngineState.LOADING
         self.error: BaseException | None = None
         """Why the state is FAILED."""
@@ -49,7 +54,7 @@ class EngineLoop:
         self.plan: EnginePlan
         """What the engine allocated; there from READY on."""
         self.loop = loop
-        self._on_state = on_state
+        self._on_state, self._after_step = on_state, after_step
         self._submitted: list[RequestGroup] = []
         self._aborted: list[tuple[RequestGroup, int | None]] = []
         self._wake = threading.Condition()
@@ -278,6 +283,7 @@ class EngineLoop:
 
     def _take_snapshot(self) -> None:
         self.snapshot = snapshot_of(self._engine)
+        self._after_step(self._engine)
 
     def _deliver(self) -> None:
         if self._deliveries:

@@ -113,32 +113,13 @@ async def _serve(
     on_listening: Callable[[RunningServer], None],
 ) -> bool:
     loop = asyncio.get_running_loop()
-    done: list[Loaded] = []
 
     def on_state(state: EngineState) -> None:
-        if state is EngineState.READY:
-            service = Service(
-                name=settings.name,
-                model=done[0].model,
-                plan=engine.plan,
-                engine=engine,
-                limits=settings.limits,
-                metrics=context.metrics,
-                adapters=done[0].engine.adapters.names,
-                pooling=settings.pooling,
-            )
-            context.serve(service)
-            logger.info("ready", extra={"fields": {"model": settings.name}})
-        elif state is EngineState.FAILED:
+        if state is EngineState.FAILED:
             server.should_exit = True
 
-    def load_engine() -> "PagedEngine":
-        done.append(load())
-        return done[0].engine
-
-    engine = EngineLoop(loop, on_state)
-    metrics = ServerMetrics(lambda: engine.snapshot)
-    context = ServerContext(settings.name, engine, settings.limits, metrics, time.time())
+    context, start_engine = open_context(settings, load, on_state)
+    engine = context.engine
     draining: list[asyncio.Task[None]] = []
 
     def drain() -> None:
@@ -161,7 +142,7 @@ async def _serve(
     if settings.open_to_all:
         logger.warning("anyone who reaches this address may ask: give an API key, or listen on 127.0.0.1 alone")
     on_listening(RunningServer(url, context, drain))
-    engine.start(load_engine)
+    start_engine()
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -171,6 +152,44 @@ async def _serve(
             raise engine.error
         raise EngineFailedError(f"the engine has failed ({engine.error!r}); see the log") from engine.error
     return ended
+
+
+def open_context(
+    settings: ServerSettings,
+    load: Callable[[], Loaded],
+    on_state: Callable[[EngineState], None],
+    after_step: Callable[["PagedEngine"], None] = lambda engine: None,
+) -> tuple[ServerContext, Callable[[], None]]:
+    """A server on the running event loop, still without its model, and what begins to load that.
+
+    `on_state` is called on the loop, `after_step` on the engine's thread, before the first step too.
+    """
+    done: list[Loaded] = []
+
+    def on_engine_state(state: EngineState) -> None:
+        if state is EngineState.READY:
+            service = Service(
+                name=settings.name,
+                model=done[0].model,
+                plan=engine.plan,
+                engine=engine,
+                limits=settings.limits,
+                metrics=context.metrics,
+                adapters=done[0].engine.adapters.names,
+                pooling=settings.pooling,
+            )
+            context.serve(service)
+            logger.info("ready", extra={"fields": {"model": settings.name}})
+        on_state(state)
+
+    def load_engine() -> "PagedEngine":
+        done.append(load())
+        return done[0].engine
+
+    engine = EngineLoop(asyncio.get_running_loop(), on_engine_state, after_step)
+    metrics = ServerMetrics(lambda: engine.snapshot)
+    context = ServerContext(settings.name, engine, settings.limits, metrics, time.time())
+    return context, lambda: engine.start(load_engine)
 
 
 async def _drain(context: ServerContext, server: uvicorn.Server, drain_s: float) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kv_serving.server.answer import Answer
 from kv_serving.server.chat_protocol import ChatRequest
 from kv_serving.server.completion_protocol import CompletionRequest
+from kv_serving.server.context import salt_of
 from kv_serving.server.embeddings import Embeddings
 from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.errors import ApiError
@@ -44,6 +45,14 @@ class Prompt(NamedTuple):
     opening: str = ""
     prompt_logprobs: int | None = None
     generates: bool = True
+
+
+class CachedPrompt(NamedTuple):
+    """Token ids, and what else decides which cached pages are theirs."""
+
+    token_ids: Sequence[int]
+    cache_salt: str
+    adapter: str | None
 
 
 class Service:
@@ -105,16 +114,7 @@ class Service:
         """The answers to a conversation."""
         request.check()
         self._check(request, 1)
-        messages = [message.for_template() for message in request.messages]
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools_in_use] or None
-        if tools and self.tool_format is None:
-            raise ApiError(400, "the chat template of this model knows no tools: leave them out", param="tools")
-        long = sum(len(message["content"]) for message in messages) > LONG_TEXT
-        token_ids = (
-            await asyncio.to_thread(encode_chat, self.model, messages, tools)
-            if long
-            else encode_chat(self.model, messages, tools)
-        )
+        token_ids = await self._encode_chat(request)
         asked = request.max_completion_tokens or request.max_tokens
         if asked is None:
             most = self._most_tokens if self.limits.max_tokens is None else self.limits.max_tokens
@@ -127,8 +127,36 @@ class Service:
         )
         constraints = [await self._constraint(request) for _ in params]
         return self._answer(
-            request, [Prompt(token_ids, params)], tenant, constraints, raw=bool(tools) and self._calls_are_special
+            request,
+            [Prompt(token_ids, params)],
+            tenant,
+            constraints,
+            raw=bool(request.tools_in_use) and self._calls_are_special,
         )
+
+    async def first_prompt(self, path: str, body: bytes, tenant: str) -> CachedPrompt:
+        """The first prompt of a request for `path`, as the prefix cache has it. Raises ValueError for a body of
+        another form, and what the request itself would raise.
+        """
+        request: CompletionRequest | ChatRequest
+        if path.endswith("/chat/completions"):
+            request = ChatRequest.model_validate_json(body)
+            token_ids: Sequence[int] = await self._encode_chat(request)
+        else:
+            request = CompletionRequest.model_validate_json(body)
+            request.check()
+            first = request.prompts[0]
+            token_ids = await self.encode(first) if isinstance(first, str) else first
+        return CachedPrompt(token_ids, salt_of(tenant, request.cache_salt), self.adapter_of(request.model))
+
+    async def _encode_chat(self, request: ChatRequest) -> list[int]:
+        messages = [message.for_template() for message in request.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools_in_use] or None
+        if tools and self.tool_format is None:
+            raise ApiError(400, "the chat template of this model knows no tools: leave them out", param="tools")
+        if sum(len(message["content"]) for message in messages) > LONG_TEXT:
+            return await asyncio.to_thread(encode_chat, self.model, messages, tools)
+        return encode_chat(self.model, messages, tools)
 
     async def _constraint(self, request: ChatRequest) -> GrammarConstraint | None:
         """What holds an answer to the form that is asked for."""
@@ -203,7 +231,7 @@ class Service:
                     channel,
                     priority=request.priority or 0,
                     adapter=self.adapter_of(request.model),
-                    cache_salt=f"{tenant}:{request.cache_salt or ''}",
+                    cache_salt=salt_of(tenant, request.cache_salt),
                     deadline_s=self.limits.deadline_of(request.deadline_s),
                     opening=prompt.opening,
                     prompt_logprobs=prompt.prompt_logprobs,

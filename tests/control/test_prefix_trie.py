@@ -55,6 +55,7 @@ class World:
         self.trie = PrefixTrie(self.allocator, PAGE, digest=digest)
         self.content = {}
         self.requests = []
+        self.told = set()
 
     def books(self):
         """What a refusal must leave alone."""
@@ -145,6 +146,17 @@ class World:
         assert allocator.free_pages + allocator.live_pages + allocator.cached_pages == allocator.num_pages - 1
         assert self.trie.evictable_pages == np.count_nonzero(allocator.cached & (holders == 0))
         assert self.trie.statistics.cached_pages == np.count_nonzero(allocator.cached)
+        self.follow()
+
+    def follow(self):
+        """Whoever follows the changes has the keys of the cached pages."""
+        changes = self.trie.take_changes()
+        stored, removed = set(changes.stored), set(changes.removed)
+        assert not stored & self.told
+        assert removed <= self.told
+        self.told = self.told - removed | stored
+        nodes = self.trie._nodes
+        assert self.told == {nodes.key_of(page) for page in np.flatnonzero(self.allocator.cached).tolist()}
 
 
 NAMESPACES = (b"a" * 32, b"b" * 32)
@@ -682,6 +694,23 @@ class TestEviction:
         assert trie.evict(9_999).tolist() == pages[:0:-1].tolist()
         assert trie.match(NS, prompt).pages.tolist() == pages[:1].tolist()
         trie.check_invariants()
+
+
+class TestChanges:
+    def test_the_first_look_tells_all_and_the_next_what_is_new(self, world):
+        world.cache(tokens(1, 2))
+        first = world.trie.take_changes()
+        assert (len(first.stored), first.removed, first.first) == (2, [], True)
+        world.cache(tokens(1, 2, 3))
+        world.evict(1)
+        world.cache(tokens(1, 4))
+        changes = world.trie.take_changes()
+        keys = world.trie.page_keys(NS, tokens(1, 4))
+        assert changes == (keys[1:], [], False)  # the page of 3 came and left meanwhile
+        world.evict(1)
+        assert world.trie.take_changes() == ([], first.stored[1:], False)
+        world.trie.reset()
+        assert world.trie.take_changes() == ([], keys, False)
 
 
 class TestReset:

@@ -7,6 +7,7 @@ import pytest
 from engine_case import golden_model, make_engine
 
 import kv_execution.engine
+import kv_execution.planning
 from benchmarks.random_llama import write_random_llama
 from kv_control.prefix_values import MissReason
 from kv_control.scheduler import Scheduler
@@ -64,7 +65,7 @@ def test_hits_and_misses_in_one_batch_do_not_mix(prompt, cold):
 
 def test_a_hash_that_always_collides_changes_no_output(prompt, cold, monkeypatch):
     colliding = functools.partial(Scheduler, digest=lambda data: b"the same key for")
-    monkeypatch.setattr(kv_execution.engine, "Scheduler", colliding)
+    monkeypatch.setattr(kv_execution.planning, "Scheduler", colliding)
     engine = make_engine(golden_model("llama"), debug=True)
     engine.generate([prompt], FILLING)
     for length in (0, 15, 16, 17, 48, 52):
@@ -267,3 +268,18 @@ def test_a_full_queue_refuses_with_the_numbers():
         batcher.submit([1], GREEDY)
     batcher.step()
     batcher.submit([1], GREEDY)
+
+
+def test_the_keys_of_a_prompt_are_those_that_its_pages_come_and_go_under(prompt):
+    engine = make_engine(golden_model("llama"))
+    assert engine.prefix_changes() == ([], [], True)
+    engine.generate([prompt], GREEDY)
+    keys = engine.prefix_keys(prompt)
+    assert len(keys) == len(prompt) // engine.config.tokens_per_page
+    assert engine.prefix_changes() == (keys, [], False)
+    assert not set(keys) & set(engine.prefix_keys(prompt, cache_salt="other"))
+    engine.reset_prefix_cache()
+    assert engine.prefix_changes() == ([], keys, False)
+    engine.init_paged_runtime()
+    engine.generate([prompt], GREEDY)
+    assert engine.prefix_changes() == (keys, [], True)
