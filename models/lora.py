@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from kv_common.errors import JaxkvError
@@ -104,6 +105,8 @@ def read_adapter(directory: str | Path, decoder: Decoder) -> Adapter:
     scaled = {
         module: _scaled(origin, module, parts.get("A"), parts.get("B"), scaling) for module, parts in modules.items()
     }
+    for module, pair in scaled.items():
+        _check_numbers(origin, module, pair, decoder.dtype)
     pairs = _stacked(origin, scaled, decoder)
     rank = max(pair.into.shape[1] for pair in pairs.values())
     return Adapter(_fingerprint(pairs), rank, pairs)
@@ -128,6 +131,13 @@ def _scaling(fields: ConfigFields) -> _Scaling:
         raise AdapterError(f"{fields.origin} has ranks {ranks}, which are not all whole numbers of at least 1: fix it")
     if not all(isinstance(each, int | float) for each in alphas):
         raise AdapterError(f"{fields.origin} has an alpha_pattern of {list(alphas)}, which are not all numbers: fix it")
+    for pattern in (*scaling.rank_pattern, *scaling.alpha_pattern):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise AdapterError(
+                f"{fields.origin} has the pattern {pattern!r}, which is none ({error}): fix it"
+            ) from error
     fields.refuse_unread(_HARMLESS)
     return scaling
 
@@ -152,7 +162,19 @@ def _scaled(
             f"{origin}: {module} has lora_A {list(into.shape)} and lora_B {list(out.shape)}, {CONFIG_NAME} calls for "
             f"rank {rank}: they do not belong together, get both again"
         )
-    return AdapterPair(into, out * np.float32(scaling.scale_of(module)))
+    with np.errstate(over="ignore", invalid="ignore"):  # refused below, by name
+        return AdapterPair(into, out * np.float32(scaling.scale_of(module)))
+
+
+def _check_numbers(origin: str, module: str, pair: AdapterPair, dtype: str) -> None:
+    """Refuse what would spoil every request: all tokens of a step multiply by the columns of all adapters."""
+    largest = max(float(np.abs(part).max(initial=0)) for part in pair)
+    limit = float(jnp.finfo(dtype).max)
+    if not largest <= limit:
+        raise AdapterError(
+            f"{origin}: {module} has a number of size {largest:g}, scaled by its alpha, and {dtype} ends at {limit:g}: "
+            "get the adapter again, or load the model with a wider dtype"
+        )
 
 
 def _stacked(origin: str, modules: Mapping[str, AdapterPair], decoder: Decoder) -> dict[str, AdapterPair]:

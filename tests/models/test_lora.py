@@ -115,6 +115,32 @@ def test_a_tensor_that_does_not_fit_is_named(case, decoder, name, value, message
         read_adapter(path, decoder)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "number", "config"),
+    [
+        ("float32", np.nan, {}),
+        ("float32", np.inf, {}),
+        ("float32", 1.0, {"lora_alpha": float("nan")}),
+        ("float32", 1e30, {"lora_alpha": 1e20}),
+        ("float16", 3e5, {}),
+    ],
+)
+def test_numbers_that_would_spoil_other_requests_are_refused(case, dtype, number, config, tmp_path):
+    path = write_adapter(tmp_path, case, ("q_proj",), **config)
+    tensors = load_file(path / "adapter_model.safetensors")
+    name = sorted(each for each in tensors if "lora_B" in each)[0]
+    tensors[name][0, 0] = number
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(JaxkvError, match=rf"q_proj has a number of size (nan|inf|.*e).*, and {dtype} ends at"):
+        read_adapter(path, load_model(case, dtype=dtype).decoder)
+
+
+def test_a_pattern_that_is_none_is_named(case, decoder, tmp_path):
+    path = write_adapter(tmp_path, case, ("q_proj",), alpha_pattern={"(": 4})
+    with pytest.raises(JaxkvError, match=r"has the pattern '\(', which is none"):
+        read_adapter(path, decoder)
+
+
 @pytest.mark.parametrize("module", ["lm_head", "model.layers.2.self_attn.q_proj", "model.layers.0.mlp.experts.0.up"])
 def test_a_module_that_the_model_lacks_is_named(case, decoder, module, tmp_path):
     pair = {"A": np.zeros((4, 64), "f4"), "B": np.zeros((64, 4), "f4")}
