@@ -168,7 +168,7 @@ def _scaled(
 
 def _check_numbers(origin: str, module: str, pair: AdapterPair, dtype: str) -> None:
     """Refuse what would spoil every request: all tokens of a step multiply by the columns of all adapters."""
-    largest = max(float(np.abs(part).max(initial=0)) for part in pair)
+    largest = float(np.max([np.abs(part).max(initial=0) for part in pair]))  # which is nan where one is
     limit = float(jnp.finfo(dtype).max)
     if not largest <= limit:
         raise AdapterError(
