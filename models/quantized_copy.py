@@ -78,10 +78,15 @@ def check_copy(source: Path, target: Path, kind: str, *, overwrite: bool) -> Qua
     if stored is None:
         what = "directory" if is_directory else "GGUF file"
         raise UnsupportedModelError(f"{kind!r} is no kind that a {what} can be written in: use {', '.join(known)}")
+    if is_directory == (target.suffix == ".gguf"):
+        made = "a directory" if is_directory else "a .gguf file"
+        raise CheckpointError(f"{target}: the copy of {source} is {made}, as its source is: give a name for one")
     if target.exists():
         replaceable = target.is_file() and not is_directory and not target.samefile(source)
         if not (overwrite and replaceable):
             remedy = ", or --force to replace it" if replaceable else ""
+            if overwrite and target.is_dir():
+                remedy = "; no directory is replaced"
             raise CheckpointError(f"{target} exists: give a target that does not{remedy}")
     return stored
 

@@ -83,6 +83,8 @@ def test_a_text_too_short_is_named(source: Path) -> None:
     ("target", "options", "complaint"),
     [
         ("model", [], "model exists: give a target that does not"),
+        ("model", ["--force"], "model exists: give a target that does not; no directory is replaced"),
+        ("copy.gguf", [], "copy.gguf: the copy of model is a directory, as its source is"),
         ("copy", ["--kind", "q3_k"], "'q3_k' is no kind that a directory can be written in: use q8_0, q4_0"),
         ("copy", ["--text", "binary"], "binary is not UTF-8 text (byte 0): give a text file"),
         ("copy", ["--text", "nowhere"], "No such file or directory: nowhere"),
