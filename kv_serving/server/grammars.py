@@ -94,7 +94,13 @@ class Grammars:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.to_json(), n_vocab=self._spec.vocab_size, eos_token=list(self._spec.eos_token_ids)
             )
-        return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():  # what llguidance says of it is the inside of its parser
+                raise GrammarError("no answer can begin in this form: it refers to itself without end; change its $ref")
+        return matcher
 
 
 def _as_json(schema: Mapping[str, Any]) -> str:

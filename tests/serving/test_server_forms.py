@@ -27,6 +27,10 @@ def tool(name: str) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
+def looping(schema: dict[str, object]) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 TOOLS = [tool("near"), tool("far")]
 
 
@@ -108,6 +112,16 @@ def test_a_conversation_with_calls_and_results_is_rendered(case: Case) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
             400,
             "Invalid type",
+        ),
+        ({"response_format": looping({"$ref": "#"})}, 400, "refers to itself without end"),
+        (
+            {
+                "response_format": looping(
+                    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+                )
+            },
+            400,
+            "refers to itself without end",
         ),
         ({"response_format": {"type": "xml"}}, 422, "response_format"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, 400, "leave out min_tokens"),
