@@ -240,6 +240,26 @@ def test_offsets_are_characters_of_the_text_however_many_tokens_a_character_has(
     assert marked["logprobs"]["text_offset"][:2] == [0, 3]
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "code"),
+    [
+        ("application/x-www-form-urlencoded", b'{"prompt": "a"}', 415, "unsupported_media_type"),
+        (None, b'{"prompt": "a"}', 415, "unsupported_media_type"),
+        ("application/json", b'{"prompt": "a', 400, "invalid_json"),
+        ("application/json", b'{"prompt": "\xff"}', 400, "invalid_json"),
+        ("application/json", b"[1]", 422, "model_attributes_type"),
+    ],
+)
+def test_a_body_that_is_not_sent_as_json_is_told_so(
+    case: Case, kind: str | None, body: bytes, status: int, code: str
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = case.http.post("/v1/completions", content=body, headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code)
+    assert ("Content-Type: application/json" in error["message"]) == (status == 415)
+
+
 def test_no_stop_token_comes_before_min_tokens(case: Case) -> None:
     greedy = case.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0].tokens
     asked = {"prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True, "stop_token_ids": [greedy[2]]}
