@@ -110,7 +110,8 @@ class EngineLoop:
                 pass
             self._end(EngineState.STOPPED, "the server has stopped; send the request again")
         except BaseException as error:  # whatever ends the thread has to be told, or every client would wait for ever
-            logger.exception("the engine's thread has ended")
+            plain = self.state is EngineState.LOADING and isinstance(error, JaxkvError)
+            logger.error("the engine's thread has ended: %s", error, exc_info=not plain)
             self.error = error
             self._end(EngineState.FAILED, "the engine has failed; start the server again")
 

@@ -20,9 +20,11 @@ from tiny_model import GOLDEN, write_tiny_model
 
 from kv_execution import SamplingParams
 from kv_execution.runtime import PagedRuntime
+from kv_serving import cli
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.limits import Limits
 from kv_serving.server.run import Loaded, ServerSettings, serve
+from kv_serving.session import default_name
 from models import CheckpointError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -172,12 +174,29 @@ def test_while_the_model_loads_the_port_answers_that_it_is_not_ready(tmp_path: P
             loaded.set()
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason() -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     def load() -> Loaded:
         raise CheckpointError("the weights are not there")
 
     with pytest.raises(CheckpointError, match="the weights are not there"):
         serve(ServerSettings(name="x", port=0), load)
+    assert [record.exc_info or None for record in caplog.records if record.levelname == "ERROR"] == [None]
+
+
+@pytest.mark.parametrize(
+    "options", [["--served-name=smol", "--adapter=smol=d"], ["--adapter=a=d", "--adapter=a=e"], ["--adapter=m.gguf=d"]]
+)
+def test_two_models_of_one_name_are_refused(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.gguf").touch()
+    assert cli.run(["serve", str(tmp_path / "m.gguf"), *options]) == 2
+    assert "choose another name" in capsys.readouterr().err
+
+
+def test_clients_call_a_model_by_its_own_name_without_folders(tmp_path: Path) -> None:
+    assert default_name(f"{tmp_path}/") == tmp_path.name
+    assert default_name("owner/name") == "owner/name"
 
 
 def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path) -> None:
