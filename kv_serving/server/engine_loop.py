@@ -20,7 +20,7 @@ from kv_execution.runtime import InterruptedStepError
 from kv_serving.server.endings import DeadlineError, EngineStoppedError
 from kv_serving.server.engine_snapshot import EngineSnapshot, snapshot_of
 from kv_serving.server.prompt_scorer import PromptScorer
-from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, RequestGroup
+from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, RequestGroup, put_all
 
 if TYPE_CHECKING:
     from kv_execution import Batcher, EnginePlan, PagedEngine
@@ -289,7 +289,7 @@ class EngineLoop:
     def _deliver(self) -> None:
         if self._deliveries:
             deliveries, self._deliveries = self._deliveries, []
-            self._call(lambda: _put_all(deliveries))
+            self._call(lambda: put_all(deliveries))
 
     def _enter(self, state: EngineState) -> None:
         self.state = state
@@ -298,8 +298,3 @@ class EngineLoop:
     def _call(self, function: Callable[[], object]) -> None:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function)
-
-
-def _put_all(deliveries: Sequence[tuple[EventChannel, Event]]) -> None:
-    for channel, event in deliveries:
-        channel.put(event)

@@ -67,6 +67,13 @@ def test_an_answer_is_the_beginning_of_any_json_object(case: Case) -> None:
     assert answer["message"]["content"].lstrip().startswith("{")
 
 
+def test_a_schema_may_refer_to_itself_within_its_answer(case: Case) -> None:
+    form = looping({"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False})
+    asked = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "response_format": form}
+    (choice,) = case.post("/v1/chat/completions", messages=CHAT, **asked)["choices"]
+    assert choice["message"]["content"].startswith("{")
+
+
 def test_others_are_not_held_to_it(case: Case) -> None:
     plain = case.post("/v1/chat/completions", messages=CHAT, max_tokens=20, response_format={"type": "text"})
     assert (
@@ -123,6 +130,16 @@ def test_a_conversation_with_calls_and_results_is_rendered(case: Case) -> None:
             400,
             "refers to itself without end",
         ),
+        (
+            {
+                "response_format": looping(
+                    {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
+                )
+            },
+            400,
+            "refers to itself without end",
+        ),
+        ({"response_format": looping({"anyOf": [{"$ref": "#"}]})}, 400, "refers to itself without end"),
         ({"response_format": {"type": "xml"}}, 422, "response_format"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, 400, "leave out min_tokens"),
         ({"tool_choice": "required"}, 400, "tool_choice asks for a tool"),
