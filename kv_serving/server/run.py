@@ -6,6 +6,7 @@ leaves at once. Where the model cannot be loaded the server ends, and `serve` ra
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -127,7 +128,10 @@ async def _serve(
 
     def drain() -> None:
         context.draining = True
-        loop.call_soon_threadsafe(lambda: draining.append(loop.create_task(_drain(context, server, settings.drain_s))))
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: the server has ended already
+            loop.call_soon_threadsafe(
+                lambda: draining.append(loop.create_task(_drain(context, server, settings.drain_s)))
+            )
 
     config = uvicorn.Config(
         create_app(context, settings.api_keys),
