@@ -10,14 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kv_serving.byte_size import parse_byte_size
 from kv_serving.serve_command import require_extra
-from kv_serving.session import open_model, start_engine
+from kv_serving.session import default_name, open_model, start_engine
 
 
 def batch(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file, a model directory, or owner/name.")],
     source: Annotated[Path, typer.Argument(metavar="IN", help="Requests, a JSON object a line.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Results; those that are there are kept.")],
-    served_name: Annotated[str | None, typer.Option(help="What requests call the model. [default: MODEL]")] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What requests call the model. [default: MODEL, without folders]")
+    ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 32,
     max_context: Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
@@ -48,7 +50,11 @@ def batch(
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         report = run_batch(
-            source, target, load, served_name or model, lambda done, of: bar.update(task, completed=done, total=of)
+            source,
+            target,
+            load,
+            served_name or default_name(model),
+            lambda done, of: bar.update(task, completed=done, total=of),
         )
     print(
         f"{report.requests} requests, {report.already_done} of them answered before; {report.failed} were refused",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from kv_common.errors import JaxkvError
 from kv_serving.byte_size import parse_byte_size
-from kv_serving.session import open_model, start_engine
+from kv_serving.session import default_name, open_model, start_engine
 
 
 class MissingExtraError(JaxkvError):
@@ -17,7 +18,7 @@ class MissingExtraError(JaxkvError):
 
 
 class AdapterOptionError(JaxkvError):
-    """An adapter that is not given as NAME=DIRECTORY."""
+    """An adapter that is not given as NAME=DIRECTORY, or whose name another one has."""
 
 
 def require_extra() -> None:
@@ -39,7 +40,9 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
-    served_name: Annotated[str | None, typer.Option(help="What clients call the model. [default: MODEL]")] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. [default: MODEL, without folders]")
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(envvar="JAXKV_API_KEYS", help="A key that clients may use; may be repeated. [default: no keys]"),
@@ -86,7 +89,8 @@ def serve(
     from kv_serving.server.run import serve as run_server
 
     check_pooling(pooling)
-    adapters = dict(_named(each) for each in adapter or ())
+    name = served_name or default_name(model)
+    adapters = _adapters(name, adapter or ())
     config = EngineConfig(
         max_adapters=len(adapters),
         max_adapter_rank=max_adapter_rank,
@@ -99,7 +103,7 @@ def serve(
         compilation_cache=compilation_cache,
     )
     settings = ServerSettings(
-        name=served_name or model,
+        name=name,
         host=host,
         port=port,
         api_keys=ApiKeys(api_key or ()),
@@ -119,8 +123,8 @@ def serve(
         console = Console(stderr=True)
         loaded = open_model(model, dtype, console, tensor_parallel)
         engine = start_engine(loaded, config, console, warm_up=warm_up, constrained=True)
-        for name, directory in adapters.items():
-            engine.adapters.load(name, directory)
+        for adapter_name, directory in adapters.items():
+            engine.adapters.load(adapter_name, directory)
         return Loaded(loaded, engine)
 
     if replicas > 1 or max_replicas is not None:
@@ -134,6 +138,17 @@ def serve(
     if not run_server(settings, load):
         # Tearing the interpreter down under a compiler that is at work would crash it.
         os._exit(0)
+
+
+def _adapters(served_name: str, options: Sequence[str]) -> dict[str, str]:
+    """Directories of adapters by name. Raises AdapterOptionError."""
+    adapters: dict[str, str] = {}
+    for name, directory in map(_named, options):
+        if name == served_name or name in adapters:
+            taken = "the model" if name == served_name else "another adapter"
+            raise AdapterOptionError(f"--adapter {name}={directory}: {name!r} names {taken}; choose another name")
+        adapters[name] = directory
+    return adapters
 
 
 def _named(option: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ option answer at once. Everything a user can get wrong raises a JaxkvError.
 """
 
 import gc
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,11 @@ def open_model(source: str, dtype: str, console: Console, tensor_parallel: int =
         model = load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
     release_unused_memory()
     return model
+
+
+def default_name(source: str) -> str:
+    """What clients call the model `source`: its file's or directory's own name, or the id at the hub."""
+    return (os.path.basename(os.path.abspath(source)) if os.path.exists(source) else "") or source
 
 
 def tokenizer_of(model: "LoadedModel") -> "Tokenizer":

@@ -101,7 +101,7 @@ class Answer:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What is new, until every choice has ended. Raises ApiError."""
-        with self._concurrency, self._running():
+        with self._concurrency.hold(self._channel), self._running():
             while self._open:
                 changed: dict[int, _Choice] = {}
                 for event in await self._channel.take():

@@ -12,7 +12,7 @@ from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.context import ServerContext
 from kv_serving.server.delivery import ClientGoneError, json_response
 from kv_serving.server.envelope import CLIENT_GONE, Envelope
-from kv_serving.server.errors import ApiError, api_error_of, malformed
+from kv_serving.server.errors import INVALID_JSON, ApiError, api_error_of, malformed, not_sent_as_json
 from kv_serving.server.guard import Guard
 
 
@@ -27,7 +27,7 @@ def create_app(context: ServerContext, keys: ApiKeys) -> ASGIApp:
     app.add_exception_handler(JaxkvError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
-    return Envelope(Guard(app, keys, context.limits.max_body_bytes), context.metrics)
+    return Envelope(Guard(app, keys, context.limits.max_body_bytes), context.metrics, lambda: context.draining)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -38,11 +38,17 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _malformed(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    sent_as = request.headers.get("content-type", "")
+    if error.errors()[0]["loc"] == ("body",) and "json" not in sent_as.lower():
+        # Not read as JSON all the same: a page of another site could then send requests from a browser.
+        return _response(not_sent_as_json(sent_as))
     return _response(malformed(error.errors()))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, (ValueError, RecursionError)):  # of whoever parsed the body
+        return _response(INVALID_JSON)
     return _response(ApiError(error.status_code, error.detail))
 
 

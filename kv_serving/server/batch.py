@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from kv_common.errors import JaxkvError
-from kv_serving.server.batch_file import BatchRequest, ResultFile, read_requests
+from kv_serving.server.batch_file import BatchFileError, BatchRequest, ResultFile, read_requests
 from kv_serving.server.chat_protocol import ChatRequest
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.delivery import collect
@@ -46,6 +46,8 @@ def run_batch(
     Raises BatchFileError, and what `load` raises.
     """
     requests = read_requests(source)
+    if target.exists() and source.samefile(target):
+        raise BatchFileError(f"{target} is the file of requests: name another one for the results")
     with ResultFile(target) as results:
         left = [request for request in requests if request.custom_id not in results.done]
         done = len(requests) - len(left)

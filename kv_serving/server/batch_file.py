@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Self
 from kv_common.errors import JaxkvError
 
 URLS = ("/v1/completions", "/v1/chat/completions")
+RESULT_HEAD = b'{"id":"batch_req_'
+"""What each result begins with, by which one that a kill cut off is known."""
 
 
 class BatchFileError(JaxkvError):
@@ -49,6 +51,8 @@ class ResultFile:
         if path.exists():
             for number, line in enumerate(_lines(path), 1):
                 if not line.endswith(b"\n"):
+                    if not (line.startswith(RESULT_HEAD) or RESULT_HEAD.startswith(line)):
+                        raise _no_result(f"{path} line {number}")
                     break
                 self.done.add(_custom_id(f"{path} line {number}", line))
                 whole += len(line)
@@ -88,10 +92,15 @@ def _request(where: str, line: bytes) -> BatchRequest:
 
 
 def _custom_id(where: str, line: bytes) -> str:
-    custom_id = _json(where, line).get("custom_id")
-    if not isinstance(custom_id, str):
-        raise BatchFileError(f"{where} is no result of a batch: name another file for the results")
+    value = _json(where, line)
+    custom_id = value.get("custom_id")
+    if not isinstance(custom_id, str) or not isinstance(value.get("response"), dict):
+        raise _no_result(where)
     return custom_id
+
+
+def _no_result(where: str) -> BatchFileError:
+    return BatchFileError(f"{where} is no result of a batch: name another file for the results")
 
 
 def _json(where: str, line: bytes) -> dict[str, Any]:

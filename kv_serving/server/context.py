@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kv_serving.server.service import Service
 
 
+GOING_DOWN = "the server is going down; send the request to another"
+
+
 class Readiness(StrEnum):
     """Whether requests are taken, and why not."""
 
@@ -49,6 +52,11 @@ class ServerContext:
         """Requests that are being answered."""
         return 0 if self._service is None else self._service.concurrency.active
 
+    def end_requests(self) -> None:
+        """Time is up: what is still being answered fails."""
+        if self._service is not None:
+            self._service.concurrency.end(unavailable(GOING_DOWN, 1))
+
     def serve(self, service: "Service") -> None:
         """The engine is ready."""
         self._service = service
@@ -62,7 +70,7 @@ class ServerContext:
         if readiness is Readiness.LOADING:
             raise unavailable("the model is being loaded; try again soon", 5)
         if readiness is Readiness.DRAINING:
-            raise unavailable("the server is going down; send the request to another", 1)
+            raise unavailable(GOING_DOWN, 1)
         raise unavailable("the engine has failed; the server has to be started again", 30)
 
 

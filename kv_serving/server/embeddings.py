@@ -53,7 +53,7 @@ class Embeddings:
             cache_salt=salt_of(tenant, request.cache_salt),
             deadline_s=service.limits.deadline_of(request.deadline_s),
         )
-        with service.concurrency:
+        with service.concurrency.hold(group.channel):
             for prompt in prompts:
                 self._metrics.prompt(len(prompt))
             vectors = await self._run(group)
@@ -62,7 +62,7 @@ class Embeddings:
     async def _run(self, group: PoolingGroup) -> NDArray[np.float32]:
         self._engine.submit(group)
         try:
-            (event,) = await group.channel.take()
+            event, *_ = await group.channel.take()
         except BaseException:  # nobody waits any more
             self._engine.abort(group)
             raise

@@ -20,7 +20,7 @@ from kv_execution.runtime import InterruptedStepError
 from kv_serving.server.endings import DeadlineError, EngineStoppedError
 from kv_serving.server.engine_snapshot import EngineSnapshot, snapshot_of
 from kv_serving.server.prompt_scorer import PromptScorer
-from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, RequestGroup
+from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, RequestGroup, put_all
 
 if TYPE_CHECKING:
     from kv_execution import Batcher, EnginePlan, PagedEngine
@@ -110,7 +110,8 @@ class EngineLoop:
                 pass
             self._end(EngineState.STOPPED, "the server has stopped; send the request again")
         except BaseException as error:  # whatever ends the thread has to be told, or every client would wait for ever
-            logger.exception("the engine's thread has ended")
+            plain = self.state is EngineState.LOADING and isinstance(error, JaxkvError)
+            logger.error("the engine's thread has ended: %s", error, exc_info=not plain)
             self.error = error
             self._end(EngineState.FAILED, "the engine has failed; start the server again")
 
@@ -288,7 +289,7 @@ class EngineLoop:
     def _deliver(self) -> None:
         if self._deliveries:
             deliveries, self._deliveries = self._deliveries, []
-            self._call(lambda: _put_all(deliveries))
+            self._call(lambda: put_all(deliveries))
 
     def _enter(self, state: EngineState) -> None:
         self.state = state
@@ -297,8 +298,3 @@ class EngineLoop:
     def _call(self, function: Callable[[], object]) -> None:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function)
-
-
-def _put_all(deliveries: Sequence[tuple[EventChannel, Event]]) -> None:
-    for channel, event in deliveries:
-        channel.put(event)

@@ -4,15 +4,18 @@ Contract: each response has an `X-Request-Id`, the client's own where that is a 
 for each request, without any text of prompts or answers.
 """
 
+import asyncio
 import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kv_serving.server.context import GOING_DOWN
 from kv_serving.server.delivery import ClientGoneError, json_response
-from kv_serving.server.errors import api_error_of
+from kv_serving.server.errors import api_error_of, unavailable
 from kv_serving.server.server_metrics import ServerMetrics
 
 logger = logging.getLogger("kv_serving.access")
@@ -28,8 +31,10 @@ CLIENT_GONE = 499
 class Envelope:
     """An ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, leaves: Callable[[], bool]) -> None:
+        """`leaves` says whether the server is on its way to its end."""
         self._app = app
+        self._leaves = leaves
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,6 +55,13 @@ class Envelope:
             await self._app(scope, receive, with_id)
         except ClientGoneError:
             status = CLIENT_GONE
+        except asyncio.CancelledError:  # the server leaves, and waits for nobody any more
+            if not self._leaves():
+                raise
+            if not status:
+                await json_response(unavailable(GOING_DOWN, 1).body(), 503, {"retry-after": "1"})(
+                    scope, receive, with_id
+                )
         except Exception as error:  # the last one who can answer
             logger.exception("a request failed", extra={"fields": {"request_id": request_id.decode()}})
             if not status:

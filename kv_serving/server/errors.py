@@ -48,12 +48,22 @@ def unavailable(reason: str, retry_after_s: int) -> ApiError:
     return ApiError(503, reason, code="unavailable", retry_after_s=retry_after_s)
 
 
+INVALID_JSON = ApiError(400, "the body is not JSON in UTF-8: send a JSON object", code="invalid_json")
+
+
+def not_sent_as_json(content_type: str) -> ApiError:
+    """A body of another content type."""
+    kind = f"as {content_type[:100]!r}" if content_type else "without a content type"
+    message = f"the body is sent {kind}: send the header `Content-Type: application/json`"
+    return ApiError(415, message, param="content-type", code="unsupported_media_type")
+
+
 def malformed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """A body that is not of the form it should have, by what pydantic says of it."""
     first = errors[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON: send a JSON object", code="invalid_json")
+        return INVALID_JSON
     return ApiError(422, f"{where or 'the body'}: {first['msg']}", param=where or None, code=first["type"])
 
 

@@ -7,6 +7,7 @@ Where the form is complete, the model's end tokens are all that may come.
 import asyncio
 import json
 import logging
+import urllib.parse
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # A model that has nothing to say might otherwise write spaces until its tokens run out.
 _JSON: Any = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}
+_ENDLESS = "refers to itself without end, so that there is no answer: change it"
 MOST_KEPT = 128
 """Grammars that stay compiled."""
 
@@ -67,7 +69,9 @@ class Grammars:
 
     async def json_schema(self, schema: Mapping[str, Any]) -> GrammarConstraint:
         """An answer that is JSON of `schema`. Raises GrammarError."""
-        return await self._constraint(llguidance.LLMatcher.grammar_from_json_schema(_as_json(schema), overrides=_JSON))
+        text = _as_json(schema)
+        _check_references(schema)
+        return await self._constraint(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON))
 
     async def lark(self, grammar: str) -> GrammarConstraint:
         """An answer of a grammar in Lark's notation. Raises GrammarError."""
@@ -94,7 +98,39 @@ class Grammars:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.to_json(), n_vocab=self._spec.vocab_size, eos_token=list(self._spec.eos_token_ids)
             )
-        return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():  # what llguidance says of it is the inside of its parser
+                raise GrammarError(f"the form {_ENDLESS}")
+        return matcher
+
+
+def _check_references(schema: Mapping[str, Any]) -> None:
+    """Raises GrammarError for a `$ref` that leads by nothing but others to itself: an answer would break off there."""
+    nodes: list[Any] = [schema]
+    ending: set[str] = set()  # so that a long chain is followed once, not from each of its links
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ())
+        followed: set[str] = set()
+        while isinstance(node, Mapping) and isinstance(reference := node.get("$ref"), str):
+            if reference in ending:
+                break
+            if reference in followed:
+                raise GrammarError(f"the $ref {reference[:100]!r} {_ENDLESS}")
+            followed.add(reference)
+            node = _referred(schema, reference)
+        ending |= followed
+
+
+def _referred(schema: Mapping[str, Any], reference: str) -> Any:
+    """What a `$ref` within `schema` stands for; None where it leads elsewhere."""
+    node: Any = schema if reference.startswith("#") else None
+    for part in urllib.parse.unquote(reference).split("/")[1:]:
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+    return node
 
 
 def _as_json(schema: Mapping[str, Any]) -> str:

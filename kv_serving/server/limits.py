@@ -1,9 +1,12 @@
 """How much one client, and all of them together, may ask for."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from kv_common.errors import JaxkvError
-from kv_serving.server.errors import ApiError, too_many
+from kv_serving.server.errors import ApiError, api_error_of, too_many
+from kv_serving.server.request_group import EventChannel, Failure
 
 
 class LimitError(JaxkvError):
@@ -63,17 +66,35 @@ class Limits:
 
 
 class Concurrency:
-    """Counts the requests that are being answered. Used on the event loop's thread only."""
+    """Counts the requests that are being answered, and can end them all. Used on the event loop's thread only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.active = 0
+        self._channels: set[EventChannel] = set()
+        self._ended: Failure | None = None
 
-    def __enter__(self) -> None:
-        """Raises ApiError where there are too many."""
+    @property
+    def active(self) -> int:
+        """How many there are."""
+        return len(self._channels)
+
+    @contextlib.contextmanager
+    def hold(self, channel: EventChannel) -> Iterator[None]:
+        """Count the request whose events come by `channel`. Raises ApiError where there are too many, and the error of
+        `end` after that.
+        """
+        if self._ended is not None:
+            raise api_error_of(self._ended.error)
         if self.active >= self._most:
             raise too_many(f"{self.active} requests are being answered, which is the most; try again soon")
-        self.active += 1
+        self._channels.add(channel)
+        try:
+            yield
+        finally:
+            self._channels.remove(channel)
 
-    def __exit__(self, *_: object) -> None:
-        self.active -= 1
+    def end(self, error: Exception) -> None:
+        """Fail all of them, whatever the engine does, and whoever comes later."""
+        self._ended = Failure(error)
+        for channel in self._channels:
+            channel.put(self._ended)

@@ -78,6 +78,12 @@ class EventChannel:
         return events
 
 
+def put_all(deliveries: Sequence[tuple[EventChannel, Event]]) -> None:
+    """Put each event in its channel."""
+    for channel, event in deliveries:
+        channel.put(event)
+
+
 @dataclass(eq=False)
 class RequestGroup:
     """One prompt, and what to sample for each choice, by the number that its events carry."""

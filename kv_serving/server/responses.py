@@ -6,11 +6,12 @@ A `Shape` knows one of the two kinds; streams and whole answers are made by the 
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kv_serving.server.answer import Piece, Usage
-from kv_serving.server.token_text import TokenTexts
+from kv_serving.server.token_text import TextOffsets, TokenTexts
 
 Body = dict[str, Any]
 
@@ -43,7 +44,7 @@ class CompletionShape:
         self._head = head("cmpl", model)
         self._texts = texts
         self._logprobs = logprobs
-        self._lengths: dict[int, int] = {}
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(lambda: TextOffsets(texts))
 
     def opening(self, choice: int) -> Body | None:
         """None: a choice begins with its text."""
@@ -63,12 +64,14 @@ class CompletionShape:
         return {**self._head, "object": "text_completion", "choices": [], "usage": usage.body()}
 
     def _choice(self, piece: Piece) -> Body:
-        offset = self._lengths.get(piece.choice, 0)
-        self._lengths[piece.choice] = offset + len(piece.text)
+        logprobs = None
+        if self._logprobs:
+            offsets = self._offsets[piece.choice].take(piece.tokens, piece.text)
+            logprobs = self._texts.completion_logprobs(piece.tokens, offsets)
         return {
             "index": piece.choice,
             "text": piece.text,
-            "logprobs": self._texts.completion_logprobs(piece.tokens, offset) if self._logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }

@@ -20,6 +20,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "No such model.",
         408: "The deadline passed before the first token.",
         413: "The body is too large.",
+        415: "The body is not sent as application/json.",
         422: "A field is missing, unknown, or of the wrong type.",
         429: "Too many requests; see Retry-After.",
         500: "The server failed on this request.",

@@ -6,6 +6,7 @@ leaves at once. Where the model cannot be loaded the server ends, and `serve` ra
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 32 << 10
 SWITCH_INTERVAL_S = 0.001
 """How soon the engine's thread gets the interpreter back from the front; Python's own 5 ms is a decode step's worth."""
+
+LEAVE_S = 1
+"""How long connections, and then a step of the engine, have to end once requests have been told that they do."""
 
 
 class EngineFailedError(JaxkvError):
@@ -124,7 +128,10 @@ async def _serve(
 
     def drain() -> None:
         context.draining = True
-        loop.call_soon_threadsafe(lambda: draining.append(loop.create_task(_drain(context, server, settings.drain_s))))
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: the server has ended already
+            loop.call_soon_threadsafe(
+                lambda: draining.append(loop.create_task(_drain(context, server, settings.drain_s)))
+            )
 
     config = uvicorn.Config(
         create_app(context, settings.api_keys),
@@ -134,7 +141,7 @@ async def _serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=LEAVE_S,
     )
     server = _Server(config, drain)
     url = "http://{}:{}".format(*listener.getsockname()[:2])
@@ -146,7 +153,7 @@ async def _serve(
     try:
         await server.serve(sockets=[listener])
     finally:
-        ended = await asyncio.to_thread(engine.stop)
+        ended = await asyncio.to_thread(engine.stop, LEAVE_S)
     if engine.state is EngineState.FAILED:
         if isinstance(engine.error, JaxkvError):
             raise engine.error
@@ -195,8 +202,9 @@ def open_context(
 async def _drain(context: ServerContext, server: uvicorn.Server, drain_s: float) -> None:
     logger.info("draining", extra={"fields": {"active": context.active_requests}})
     end_s = time.monotonic() + drain_s
-    while context.active_requests and time.monotonic() < end_s:
+    while server.server_state.tasks and time.monotonic() < end_s:  # also those that are still being read
         await asyncio.sleep(0.02)
+    context.end_requests()
     server.should_exit = True
 
 

@@ -115,6 +115,20 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == '{"my": "data"}\n'
 
 
+@pytest.mark.parametrize("content", ['{"custom_id": "a", "url": "/v1/completions"}\n', "notes without a line's end"])
+def test_lines_that_are_no_results_are_refused_and_kept(tmp_path: Path, content: str) -> None:
+    (tmp_path / "out").write_text(content)
+    with pytest.raises(BatchFileError, match="line 1 is no result of a batch"):
+        ResultFile(tmp_path / "out")
+    assert (tmp_path / "out").read_text() == content
+
+
+def test_requests_are_not_their_own_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(write(tmp_path / "same", [request(1)]))
+    assert cli.run(["batch", "model", source, source]) == 2
+    assert "is the file of requests" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["batch", "model", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "cannot be read" in capsys.readouterr().err

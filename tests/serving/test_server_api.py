@@ -224,6 +224,42 @@ def test_echo_tells_the_prompt_and_how_likely_each_of_its_tokens_was(case: Case,
     assert one["logprobs"]["token_logprobs"][:1] == [None]
 
 
+def test_offsets_are_characters_of_the_text_however_many_tokens_a_character_has(case: Case) -> None:
+    text = "\U0001f30a\U0001f30a the se\u00e9"
+    asked = {"prompt": text, "echo": True, "logprobs": 1}
+    scores = case.post("/v1/completions", max_tokens=0, **asked)["choices"][0]["logprobs"]
+    assert scores["text_offset"][:8] == [0] * 4 + [1] * 4
+    assert [text[offset] for offset in scores["text_offset"][8:]] == [each[0] for each in scores["tokens"][8:-2]] + [
+        "\u00e9"
+    ] * 2
+    scored = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 3, **asked}
+    (whole,) = case.post("/v1/completions", **scored)["choices"]
+    parts = [event["choices"][0] for event in case.stream("/v1/completions", **scored)]
+    assert [each for part in parts for each in part["logprobs"]["text_offset"]] == whole["logprobs"]["text_offset"]
+    marked = case.post("/v1/completions", **{**asked, "prompt": "<s>the", "max_tokens": 0})["choices"][0]
+    assert marked["logprobs"]["text_offset"][:2] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "code"),
+    [
+        ("application/x-www-form-urlencoded", b'{"prompt": "a"}', 415, "unsupported_media_type"),
+        (None, b'{"prompt": "a"}', 415, "unsupported_media_type"),
+        ("application/json", b'{"prompt": "a', 400, "invalid_json"),
+        ("application/json", b'{"prompt": "\xff"}', 400, "invalid_json"),
+        ("application/json", b"[1]", 422, "model_attributes_type"),
+    ],
+)
+def test_a_body_that_is_not_sent_as_json_is_told_so(
+    case: Case, kind: str | None, body: bytes, status: int, code: str
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    response = case.http.post("/v1/completions", content=body, headers=headers)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code)
+    assert ("Content-Type: application/json" in error["message"]) == (status == 415)
+
+
 def test_no_stop_token_comes_before_min_tokens(case: Case) -> None:
     greedy = case.engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))[0].tokens
     asked = {"prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True, "stop_token_ids": [greedy[2]]}

@@ -27,6 +27,10 @@ def tool(name: str) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
+def looping(schema: dict[str, object]) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 TOOLS = [tool("near"), tool("far")]
 
 
@@ -61,6 +65,13 @@ def test_an_answer_is_the_beginning_of_any_json_object(case: Case) -> None:
         "choices"
     ][0]
     assert answer["message"]["content"].lstrip().startswith("{")
+
+
+def test_a_schema_may_refer_to_itself_within_its_answer(case: Case) -> None:
+    form = looping({"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False})
+    asked = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "response_format": form}
+    (choice,) = case.post("/v1/chat/completions", messages=CHAT, **asked)["choices"]
+    assert choice["message"]["content"].startswith("{")
 
 
 def test_others_are_not_held_to_it(case: Case) -> None:
@@ -109,6 +120,26 @@ def test_a_conversation_with_calls_and_results_is_rendered(case: Case) -> None:
             400,
             "Invalid type",
         ),
+        ({"response_format": looping({"$ref": "#"})}, 400, "refers to itself without end"),
+        (
+            {
+                "response_format": looping(
+                    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+                )
+            },
+            400,
+            "refers to itself without end",
+        ),
+        (
+            {
+                "response_format": looping(
+                    {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
+                )
+            },
+            400,
+            "refers to itself without end",
+        ),
+        ({"response_format": looping({"anyOf": [{"$ref": "#"}]})}, 400, "refers to itself without end"),
         ({"response_format": {"type": "xml"}}, 422, "response_format"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, 400, "leave out min_tokens"),
         ({"tool_choice": "required"}, 400, "tool_choice asks for a tool"),

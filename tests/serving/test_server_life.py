@@ -1,7 +1,9 @@
 """The server's life: loading, clients that go away, steps that fail, draining, and keys."""
 
+import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -20,9 +22,14 @@ from tiny_model import GOLDEN, write_tiny_model
 
 from kv_execution import SamplingParams
 from kv_execution.runtime import PagedRuntime
+from kv_serving import cli
 from kv_serving.server.api_keys import ApiKeys
+from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.limits import Limits
+from kv_serving.server.request_group import EventChannel
 from kv_serving.server.run import Loaded, ServerSettings, serve
+from kv_serving.server.service import Service
+from kv_serving.session import default_name
 from models import CheckpointError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -137,16 +144,13 @@ def test_a_detokenizer_that_raises_fails_its_own_request_alone(case: Case, monke
 
 
 def test_too_many_at_once_are_told_when_to_come_back(case: Case) -> None:
-    for _ in range(6):
-        case.server.context.service.concurrency.__enter__()
-    try:
+    with contextlib.ExitStack() as others:
+        for _ in range(6):
+            others.enter_context(case.server.context.service.concurrency.hold(EventChannel()))
         response = case.http.post("/v1/completions", json=LONG)
         assert response.status_code == 429
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["type"] == "rate_limit_error"
-    finally:
-        for _ in range(6):
-            case.server.context.service.concurrency.__exit__()
 
 
 def test_a_deadline_ends_an_answer_with_what_it_has_or_says_that_it_has_nothing(case: Case) -> None:
@@ -172,12 +176,29 @@ def test_while_the_model_loads_the_port_answers_that_it_is_not_ready(tmp_path: P
             loaded.set()
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason() -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     def load() -> Loaded:
         raise CheckpointError("the weights are not there")
 
     with pytest.raises(CheckpointError, match="the weights are not there"):
         serve(ServerSettings(name="x", port=0), load)
+    assert [record.exc_info or None for record in caplog.records if record.levelname == "ERROR"] == [None]
+
+
+@pytest.mark.parametrize(
+    "options", [["--served-name=smol", "--adapter=smol=d"], ["--adapter=a=d", "--adapter=a=e"], ["--adapter=m.gguf=d"]]
+)
+def test_two_models_of_one_name_are_refused(
+    tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.gguf").touch()
+    assert cli.run(["serve", str(tmp_path / "m.gguf"), *options]) == 2
+    assert "choose another name" in capsys.readouterr().err
+
+
+def test_clients_call_a_model_by_its_own_name_without_folders(tmp_path: Path) -> None:
+    assert default_name(f"{tmp_path}/") == tmp_path.name
+    assert default_name("owner/name") == "owner/name"
 
 
 def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path) -> None:
@@ -192,6 +213,38 @@ def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path) -> Non
         status, _ = get(f"{case.server.url}/ready")
         assert status == 503
         assert list(lines)[-2:] == ["data: [DONE]", ""]
+
+
+def test_when_the_time_to_drain_is_over_every_answer_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, original, complete = threading.Event(), PagedRuntime.dispatch, Service.complete
+
+    def dispatch(self: PagedRuntime, plan: object) -> object:
+        slow.wait(0.05)
+        return original(self, plan)  # type: ignore[arg-type]
+
+    async def stuck(self: Service, request: CompletionRequest, tenant: str) -> object:
+        if request.user:
+            await asyncio.Event().wait()
+        return await complete(self, request, tenant)
+
+    monkeypatch.setattr(PagedRuntime, "dispatch", dispatch)
+    monkeypatch.setattr(Service, "complete", stuck)
+    with running_server(tmp_path, drain_s=0.1) as case, ThreadPoolExecutor(3) as clients:
+        ask = partial(case.http.post, "/v1/completions")
+        whole, begins = (clients.submit(ask, json={**LONG, **more}) for more in ({}, {"user": "stuck"}))
+        with case.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            wait_for(lambda: case.server.context.active_requests == 2)
+            case.server.drain()
+            *_, error, _, done, _ = lines
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+        for response in (whole.result(), begins.result()):
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_only_a_known_key_is_let_in_and_keys_share_no_cache(tmp_path: Path) -> None:
