@@ -64,7 +64,7 @@ def test_an_adapter_gives_the_logits_of_merged_weights(provider, case, ends, tmp
     assert np.abs(expected - base).max() > 0.1
 
 
-@pytest.mark.parametrize("provider", ["reference", "native"])
+@pytest.mark.parametrize("provider", [pytest.param("reference", marks=pytest.mark.slow), "native"])
 def test_a_batch_of_two_adapters_and_none_gives_each_what_it_gets_alone(provider, prompts, adapters):
     engine = adapted_engine(adapters, provider=provider)
     names = [None, "all", "few", "all"]

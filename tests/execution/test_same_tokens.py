@@ -27,7 +27,7 @@ def expected(prompts) -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize("chunk", [1, pytest.param(7, marks=pytest.mark.slow), 16, 64])
 def test_a_prompt_computed_in_chunks_continues_as_a_whole_one(chunk, prompts, expected):
     engine = make_engine(golden_model("llama"), max_step_tokens=chunk, max_requests=1)
     for index, prompt in enumerate(prompts):
@@ -35,7 +35,7 @@ def test_a_prompt_computed_in_chunks_continues_as_a_whole_one(chunk, prompts, ex
         assert engine.generate([prompt], SAMPLED)[0].tokens == expected["sampled"][index]
 
 
-@pytest.mark.parametrize("provider", ["reference", "native"])
+@pytest.mark.parametrize("provider", [pytest.param("reference", marks=pytest.mark.slow), "native"])
 def test_neighbours_that_come_and_go_change_nothing(provider, prompts, expected):
     engine = make_engine(golden_model("llama"), max_requests=16, max_step_tokens=64, debug=True, provider=provider)
     batcher = engine.batcher()

@@ -25,7 +25,10 @@ def expected(prompt) -> list[int]:
     return DenseModel(golden_model(CASE), length=256).greedy(prompt, 150)
 
 
-@pytest.mark.parametrize(("provider", "prefix_cache"), [("reference", True), ("native", True), ("native", False)])
+@pytest.mark.parametrize(
+    ("provider", "prefix_cache"),
+    [pytest.param("reference", True, marks=pytest.mark.slow), ("native", True), ("native", False)],
+)
 def test_a_request_longer_than_the_pool_yields_the_tokens_of_a_plain_pass(provider, prefix_cache, prompt, expected):
     engine = make_engine(
         golden_model(CASE), provider=provider, pages=PAGES, debug=True, prefix_cache=prefix_cache, **SMALL
