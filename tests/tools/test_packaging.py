@@ -21,5 +21,7 @@ def test_the_wheel_holds_every_module_and_the_command(tmp_path: Path) -> None:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert "jaxkv = kv_serving.cli:main" in archive.read(entry_points).decode()
-    modules = {str(path.relative_to(REPOSITORY)) for layer in LAYERS for path in (REPOSITORY / layer).rglob("*.py")}
-    assert packed == modules | {"kv_kernels/native/_kernels.so"}
+    files = [path for layer in LAYERS for path in (REPOSITORY / layer).rglob("*")]
+    shipped = {str(path.relative_to(REPOSITORY)) for path in files if path.suffix in (".py", ".html")}
+    assert "kv_serving/server/status.html" in shipped
+    assert packed == shipped | {"kv_kernels/native/_kernels.so"}
