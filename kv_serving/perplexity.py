@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from kv_common.errors import JaxkvError
-from kv_common.layout import ELEMENT_BYTES
+from kv_common.layout import KvStorageLayoutV1
 from kv_serving.memory import release_unused_memory
 from kv_serving.session import open_model, tokenizer_of
 
@@ -46,9 +46,16 @@ def perplexity_of(source: str, text: str, dtype: str, progress: Callable[[int, i
         raise TextError(f"the text has {len(token_ids)} tokens, scoring takes two at least: give a longer one")
     spec = model.spec
     pages = -(-(window + 1) // _PAGE_TOKENS) + 2  # one of padding, one to copy to
-    page_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES[spec.dtype] * _PAGE_TOKENS
+    layout = KvStorageLayoutV1(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_pages=pages,
+        tokens_per_page=_PAGE_TOKENS,
+        dtype=spec.dtype,
+    )
     config = EngineConfig(
-        kv_pool_bytes=pages * page_bytes,
+        kv_pool_bytes=layout.pool_bytes_per_shard,
         tokens_per_page=_PAGE_TOKENS,
         max_requests=1,
         max_step_tokens=window,
