@@ -27,7 +27,7 @@ from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.limits import Limits
 from kv_serving.server.request_group import EventChannel
-from kv_serving.server.run import Loaded, ServerSettings, serve
+from kv_serving.server.run import Loaded, ServerSettings, listen, serve
 from kv_serving.server.service import Service
 from kv_serving.session import default_name
 from models import CheckpointError
@@ -183,6 +183,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(caplog: p
     with pytest.raises(CheckpointError, match="the weights are not there"):
         serve(ServerSettings(name="x", port=0), load)
     assert [record.exc_info or None for record in caplog.records if record.levelname == "ERROR"] == [None]
+
+
+def test_the_body_of_an_answer_does_not_wait_until_its_headers_are_acknowledged() -> None:
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize(
