@@ -25,8 +25,9 @@ from kv_execution.runtime import PagedRuntime
 from kv_serving import cli
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.completion_protocol import CompletionRequest
+from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.limits import Limits
-from kv_serving.server.request_group import EventChannel
+from kv_serving.server.request_group import EventChannel, RequestGroup
 from kv_serving.server.run import Loaded, ServerSettings, listen, serve
 from kv_serving.server.service import Service
 from kv_serving.session import default_name
@@ -43,27 +44,36 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_pages(case: Case, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    slow = threading.Event()
-    original = PagedRuntime.dispatch
+def test_a_client_that_goes_away_frees_its_pages_within_one_step(
+    case: Case, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    allowed, aborted = threading.Semaphore(5), threading.Event()
+    dispatch, abort = PagedRuntime.dispatch, EngineLoop.abort
 
-    def dispatch(self: PagedRuntime, plan: object) -> object:
-        slow.wait(0.02)
-        return original(self, plan)  # type: ignore[arg-type]
+    def when_allowed(self: PagedRuntime, plan: object) -> object:
+        allowed.acquire()
+        return dispatch(self, plan)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(PagedRuntime, "dispatch", dispatch)
+    def told(self: EngineLoop, group: RequestGroup, choice: int | None = None) -> None:
+        abort(self, group, choice)
+        aborted.set()
+
+    monkeypatch.setattr(PagedRuntime, "dispatch", when_allowed)
+    monkeypatch.setattr(EngineLoop, "abort", told)
     body = b'{"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": true, "stream": %s}' % str(stream).lower().encode()
     address = case.server.url.removeprefix("http://").split(":")
+    steps = case.stats.steps
     with socket.create_connection((address[0], int(address[1]))) as client:
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
         client.sendall(head % len(body) + body)
-        wait_for(lambda: case.stats.running == 1)
-        steps = case.stats.steps
-    wait_for(lambda: case.stats.running == 0)
-    assert case.stats.steps - steps < 50
+        wait_for(lambda: case.stats.steps == steps + 5)  # the sixth has begun
+        assert case.stats.pages_in_use > 0
+    assert aborted.wait(30)
+    allowed.release()
     case.settle()
+    assert case.stats.steps == steps + 6
 
 
 @pytest.mark.parametrize("where", ["forward", "choose", "collect"])
@@ -125,22 +135,33 @@ def test_a_failure_in_mid_stream_is_an_event(case: Case, monkeypatch: pytest.Mon
     case.settle()
 
 
-def test_a_detokenizer_that_raises_fails_its_own_request_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_detokenizer_that_raises_fails_its_own_request_alone(
+    case: Case, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     from models import StreamDecoder
 
+    expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
     original, fed = StreamDecoder.feed, []
 
     def feed(self: StreamDecoder, ids: tuple[int, ...]) -> str:
-        fed.append(ids)
-        if len(fed) == 5:
+        fed.append(self)
+        if fed.count(fed[0]) == 5 and self is fed[0]:
             raise RuntimeError("injected")
         return original(self, ids)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(StreamDecoder, "feed", feed)
-        case.post("/v1/completions", 500, **LONG)
+    monkeypatch.setattr(StreamDecoder, "feed", feed)
+    with ThreadPoolExecutor(3) as clients:
+        ask = partial(case.http.post, "/v1/completions", json={**LONG, "stream": stream})
+        answers = [each.result() for each in [clients.submit(ask) for _ in range(3)]]
+    failed = [answer for answer in answers if "server_error" in answer.text]
+    assert [answer.status_code for answer in failed] == [200 if stream else 500]
+    assert "injected" not in failed[0].text
+    for answer in answers:
+        if answer not in failed:
+            bodies = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if "{" in line]
+            assert "".join(body["choices"][0]["text"] for body in bodies) == expected
     case.settle()
-    assert case.post("/v1/completions", **LONG)["usage"]["completion_tokens"] == 100
 
 
 def test_too_many_at_once_are_told_when_to_come_back(case: Case) -> None:
