@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from lora_files import write_adapter
 from server_case import ENGINE, Case, get, running_server, wait_for
@@ -338,22 +339,26 @@ def test_an_adapter_is_a_model_to_ask_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_while_it_loads_is_ready_again_when_it_is_started_again(tmp_path: Path) -> None:
-    model, cache = write_tiny_model(tmp_path / "tiny"), tmp_path / "cache"
+def test_a_server_that_is_killed_is_ready_again_and_compiles_nothing_that_it_had(tmp_path: Path) -> None:
+    model, cache, log = write_tiny_model(tmp_path / "tiny"), tmp_path / "jaxkv" / "compilation", tmp_path / "log"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, "-c", "from kv_serving.cli import main; main()", "serve", str(model)]
     command += ["--port", str(port), "--max-requests", "2", "--max-step-tokens", "8", "--max-context", "64"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    environment["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path)}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_EXPLAIN_CACHE_MISSES": "true"}
 
     def start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        with log.open("wb") as stderr:
+            return subprocess.Popen(command, env=environment, stderr=stderr)
 
     def ready(at: str = "/ready") -> bool:
         with contextlib.suppress(OSError):
             return get(f"http://127.0.0.1:{port}{at}")[0] == 200
         return False
+
+    def misses() -> int:
+        return log.read_bytes().count(b"PERSISTENT COMPILATION CACHE MISS")
 
     server = start()
     wait_for(lambda: ready("/health") and cache.is_dir() and len(list(cache.iterdir())) > 2, 120)
@@ -368,5 +373,26 @@ def test_a_server_that_is_killed_while_it_loads_is_ready_again_when_it_is_starte
     server = start()
     wait_for(ready, 120)
     assert compiled <= set(cache.iterdir())
+    assert misses() > 0
+    asked, statuses = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}, []
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
+        expected = http.post("/v1/completions", json=asked).json()["choices"]
+
+        def ask_while_it_lives() -> None:
+            with contextlib.suppress(httpx.TransportError):
+                while True:
+                    statuses.append(http.post("/v1/completions", json=asked).status_code)
+
+        with ThreadPoolExecutor(6) as clients:
+            for _ in range(6):
+                clients.submit(ask_while_it_lives)
+            wait_for(lambda: len(statuses) > 30)
+            server.kill()
+            server.wait()
+        assert set(statuses) == {200}
+        server = start()
+        wait_for(ready, 120)
+        assert misses() == 0
+        assert http.post("/v1/completions", json=asked).json()["choices"] == expected
     server.terminate()
     assert server.wait(60) == 0
