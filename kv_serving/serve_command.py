@@ -76,6 +76,8 @@ def serve(
         int | None, typer.Option(help="Scale up to so many. [default: as many as replicas]")
     ] = None,
     target_requests: Annotated[float, typer.Option(help="Requests of one replica that scaling aims at.")] = 16,
+    up_after: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Too much load before scaling up.")] = 30,
+    down_after: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Too little before scaling down.")] = 600,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
@@ -131,7 +133,13 @@ def serve(
         _require("serve,ray", "ray")
         from kv_serving.replicas.app import Scaling, run
 
-        scaling = Scaling(replicas=replicas, max_replicas=max_replicas or replicas, target_requests=target_requests)
+        scaling = Scaling(
+            replicas=replicas,
+            max_replicas=max_replicas or replicas,
+            target_requests=target_requests,
+            up_after_s=up_after,
+            down_after_s=down_after,
+        )
         run(settings, load, scaling, log_level, tensor_parallel)
         return
     log_to_stderr(log_level)
