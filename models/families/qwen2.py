@@ -10,14 +10,18 @@ from models.families.hf_model import decoder_config, rope_of, windows_of
 from models.families.names import GGUF_NAMES, HF_NAMES
 
 
-def qwen_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
-    """Kinds of layers of every Qwen: a window, if any, from layer max_window_layers on."""
+def qwen_kinds(fields: ConfigFields, *, all_windowed: bool = False) -> tuple[LayerKind, ...]:
+    """Kinds of layers of every Qwen: a window, if any, from layer max_window_layers on, or in all of them."""
     window = fields.take("sliding_window", int, None if fields.states("sliding_window") else 4096)
     if not fields.take("use_sliding_window", bool, False):
         window = None
     first = fields.take("max_window_layers", int, 28)
     rope = rope_of(fields)
-    return tuple(LayerKind(each, rope) for each in windows_of(fields, window, lambda layer: layer >= first))
+
+    def is_windowed(layer: int) -> bool:
+        return all_windowed or layer >= first
+
+    return tuple(LayerKind(each, rope) for each in windows_of(fields, window, is_windowed))
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:

@@ -23,7 +23,7 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
     return decoder_config(
         fields,
         "qwen3_moe",
-        qwen_kinds(fields),
+        qwen_kinds(fields, all_windowed=True),
         intermediate_size=fields.take("moe_intermediate_size", int, 768),
         qk_norm="head",
         experts=experts,
