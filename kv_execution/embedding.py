@@ -82,7 +82,7 @@ class Embedder:
             if handles and (room < 0 or not scheduler.residency.request_map.free_rows):
                 return
             handles.append(
-                scheduler.hold(next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False)
+                scheduler.hold(next(self._request_ids), prompt, max_new_tokens=0, namespace=namespace, read_cache=False)
             )
             self._runtime.begin(handles[-1].row, adapter_slot=adapter_slot)
 

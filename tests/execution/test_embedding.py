@@ -58,6 +58,20 @@ def test_prompts_that_do_not_fit_together_are_computed_one_after_the_other():
     assert engine.stats().pages_in_use == 0
 
 
+def test_a_prompt_that_fills_the_context_is_embedded_and_scored_but_not_answered():
+    full = np.random.default_rng(2).integers(3, 320, 128)
+    engine = make_engine(golden_model("llama"), provider="native", pages=8, debug=True)  # and the pool
+    expected = plain(GOLDEN / "llama", full)
+    np.testing.assert_allclose(engine.embed([full], normalize=False)[0], expected.mean(0), atol=1e-4, rtol=1e-4)
+    np.testing.assert_array_equal(engine.score(full)[:-1], engine.score(full[:-1]))
+    for refused in (engine.prefill_paged, engine.batcher().submit):
+        with pytest.raises(JaxkvError, match="128 tokens and the context holds 128, one of them for the answer"):
+            refused(full)
+    with pytest.raises(JaxkvError, match="129 tokens and the context holds 128; shorten"):
+        engine.embed([[*full, 3]])
+    assert engine.stats().pages_in_use == 0
+
+
 def test_cached_pages_take_nothing_away_and_running_requests_go_on():
     prompts = golden_prompts("llama")
     engine = make_engine(golden_model("llama"), provider="native", debug=True)
