@@ -17,7 +17,9 @@ from models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair, [rotary_dim/2] f32."""
+    """Radians per position of each pair, [rotary_dim/2] f32, of a rotation that is settled (see `models.context`)."""
+    assert rope.kind != "dynamic", rope
+    assert rope.long_divisors is None, rope
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     frequencies = rope.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if rope.kind == "linear":

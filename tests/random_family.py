@@ -108,21 +108,28 @@ def _draw_windows(draw: st.DrawFn, family: str, config: dict[str, Any]) -> None:
 
 
 def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: int) -> None:
-    kinds = ["default", "linear", "dynamic", "llama3", "yarn", *(["longrope"] if family == "phi3" else [])]
+    kinds = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
     kind, theta = draw(st.sampled_from(kinds)), draw(st.sampled_from([100.0, 10000.0]))
     fraction = draw(st.sampled_from([0.5, 1.0])) if family == "phi3" and head_dim != 10 else 1.0
     scaling: dict[str, Any] = {"rope_type": kind}
     if kind in ("linear", "dynamic", "llama3", "yarn"):
         scaling["factor"] = draw(st.sampled_from([2.0, 8.0]))
     if kind in ("llama3", "yarn", "longrope"):
-        scaling["original_max_position_embeddings"] = 32
+        scaling["original_max_position_embeddings"] = draw(st.sampled_from([16, 32]))
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": draw(st.sampled_from([2.0, 4.0]))}
     if kind == "yarn":
-        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"beta_fast": 4.0, "beta_slow": 0.5}]))
+        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.0}]))
+        scaling |= draw(st.sampled_from([{}, {"truncate": False}, {"beta_fast": 4.0, "beta_slow": 0.5}]))
+    if kind == "dynamic":
+        config["max_position_embeddings"] = draw(st.sampled_from([16, 128]))
     if kind == "longrope":
         pairs = int(head_dim * fraction) // 2
-        scaling |= {"short_factor": [1.0 + 0.5 * at for at in range(pairs)], "long_factor": [4.0] * pairs}
+        scaling |= {
+            "short_factor": [1.0 + 0.5 * at for at in range(pairs)],
+            "long_factor": [4.0 + at for at in range(pairs)],
+        }
+        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"factor": 3.0}]))
     if draw(st.booleans()):
         if family == "phi3":
             scaling["partial_rotary_factor"] = fraction

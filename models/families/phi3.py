@@ -12,7 +12,7 @@ from models.families.names import GGUF_NAMES, HF_NAMES, consecutive, gguf_layer,
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
-    fields.skip("embd_pdrop", "resid_pdrop", "original_max_position_embeddings")  # training; read with longrope
+    fields.skip("embd_pdrop", "resid_pdrop")  # training
     fields.require("full_attn_mod", 1)
     fields.require("interpolate_factor", 1)
     fields.require("attention_bias", False)

@@ -9,6 +9,7 @@ import pytest
 from kv_common.errors import JaxkvError
 from models.config import DecoderConfig, LayerKind, RopeConfig
 from models.config_fields import ConfigFields
+from models.context import fit_context
 from models.families import FAMILIES, family_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
@@ -18,7 +19,8 @@ ABSENT = "absent"
 def parse(case: str, **changes: Any) -> DecoderConfig:
     fields = json.loads((GOLDEN / case / "config.json").read_text()) | changes
     fields = {name: value for name, value in fields.items() if value != ABSENT}
-    return family_of(fields["model_type"], "config.json").hf_config(ConfigFields(fields, "config.json"))
+    stated = family_of(fields["model_type"], "config.json").hf_config(ConfigFields(fields, "config.json"))
+    return fit_context(stated, None, "config.json")
 
 
 def rope_of(config: DecoderConfig) -> RopeConfig:
@@ -77,6 +79,32 @@ def test_yarn_stretches_the_context_that_the_file_states() -> None:
     assert rope_of(config).attention_factor == pytest.approx(1.138629, rel=1e-6)
 
 
+def test_every_layer_of_a_mixture_of_qwen_has_the_window() -> None:
+    window = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ABSENT}
+    assert parse("qwen3_moe", max_window_layers=1, **window).windows == (8, 8)
+
+
+def test_what_a_file_says_beside_its_rope_is_the_context_of_training() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
+    inner, outer = (
+        parse("qwen2", rope_parameters=yarn),
+        parse("qwen2", rope_parameters=yarn, original_max_position_embeddings=128),
+    )
+    assert (rope_of(inner).original_context, rope_of(outer).original_context) == (64, 128)
+
+
+def test_a_factor_that_longrope_states_goes_before_the_ratio_of_contexts() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 4.0,
+        "rope_theta": 1e4,
+    }
+    config = parse("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert rope_of(config).attention_factor == pytest.approx((1 + 2 / 6) ** 0.5)
+
+
 def test_dynamic_scaling_is_none_within_the_context_that_it_has() -> None:
     config = parse("qwen2", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6})
     assert (rope_of(config), config.max_context) == (RopeConfig(1e6), 512)
@@ -120,6 +148,16 @@ def test_longrope_has_the_context_of_its_short_factors(kind: str) -> None:
         ("gemma3", {"sliding_window_pattern": 0, "layer_types": ABSENT}, "sliding_window_pattern=0"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8}}, "no short_factor"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            "7 frequency factors",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": ["x"] * 8}},
+            "long_factor that is no list of numbers",
+        ),
         ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "24 of 16"),
         ("olmo2", {"sliding_window": 8}, "sliding_window=8"),
         ("granite", {"logits_scaling": 0.0}, "logit_divisor is 0"),
