@@ -216,7 +216,10 @@ def start_engine(
         engine.adapters.load(directory, directory)
     if warm_up:
         params = None if jobs is None else [job.params for job in jobs]
-        shapes = plan.shapes if params is None else engine.shapes_needed([job.token_ids for job in jobs or ()], params)
+        shapes = plan.shapes
+        if jobs is not None and params is not None:
+            adapters = [job.adapter for job in jobs]
+            shapes = engine.shapes_needed([job.token_ids for job in jobs], params, adapters=adapters)
         with compile_progress(console, len(shapes)) as progress:
             engine.warmup_paged(progress, shapes=shapes, params=params, constrained=constrained)
     release_unused_memory()
