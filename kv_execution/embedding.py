@@ -123,5 +123,5 @@ def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def check_classifies(spec: ModelSpec) -> None:
     """Raises EmbeddingError for a model without a classification head."""
-    if spec.num_labels is None:
+    if not spec.num_labels:
         raise EmbeddingError(f"{spec.name} has no classification head; use embed, or another model")

@@ -224,7 +224,7 @@ def embed(
     engine = start_engine(loaded, config, Console(stderr=True), warm_up=False)
     vectors = engine.embed(token_ids, pooling=pooling).tolist()
     lines = [{"prompt": text, "embedding": vector} for text, vector in zip(prompt, vectors, strict=True)]
-    if loaded.spec.num_labels is not None:
+    if loaded.spec.num_labels:
         for line, scores in zip(lines, engine.classify(token_ids).tolist(), strict=True):
             line["scores"] = scores
     for line in lines:

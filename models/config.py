@@ -105,7 +105,7 @@ class DecoderConfig:
     qk_norm: RMSNorm of queries and keys, each head alone or the whole projection.
     norm_placement: RMSNorm of what goes into attention and MLP, of what comes out, or both.
     experts: the MLP is a mixture, intermediate_size is of one expert.
-    num_labels: scores of a head that classifies sequences, in the place of the output matrix.
+    num_labels: scores of a head that classifies sequences, in the place of the output matrix; 0 for neither.
     adapter_columns: ranks of all the low-rank adapters that there is room for beside the weights of a layer.
     """
 

@@ -173,7 +173,7 @@ class DecoderLayers(nnx.Module):
 
 class Decoder(nnx.Module):
     """Token ids to logits, or to hidden states. The output product reuses the embedding where the model ties them; a
-    classifier of sequences has none.
+    classifier of sequences has none, nor has a model that is for embeddings alone.
     """
 
     def __init__(self, config: DecoderConfig, dtype: str) -> None:
@@ -183,7 +183,7 @@ class Decoder(nnx.Module):
         hidden, labels = config.hidden_size, config.num_labels
         has_output = labels is None and not config.tied_embeddings
         self.output = Linear(hidden, config.vocab_size, split="vocabulary") if has_output else None
-        self.score = None if labels is None else Linear(hidden, labels, split="whole")
+        self.score = Linear(hidden, labels, split="whole") if labels else None
         self.config = config
         self.dtype = dtype
 

@@ -186,19 +186,20 @@ def _load_directory(directory: Path, name: str, wanted: _Wanted) -> LoadedModel:
     raw = read_json(directory / "config.json")
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
-    labels = labels_of(raw, family)
     quantization = raw.pop("quantization_config", None)
-    stated = dataclasses.replace(family.hf_config(ConfigFields(raw, "config.json")), num_labels=labels)
-    config = fit_context(stated, wanted.max_context, name)
+    stated = family.hf_config(ConfigFields(raw, "config.json"))
+    labels = labels_of(raw, family, tied=stated.tied_embeddings)
+    config = fit_context(dataclasses.replace(stated, num_labels=labels), wanted.max_context, name)
     decoder = Decoder(config, wanted.dtype)
     checkpoint = open_checkpoint(directory, quantization)
+    names = family.hf_names_in(checkpoint.names)
     if config.tied_embeddings:
-        drop_tied_copy(checkpoint, family)
+        drop_tied_copy(checkpoint, names)
     mesh = mesh_for(config, wanted.tensor_parallel)
     params = assemble(
         decoder,
         checkpoint,
-        family.hf_names,
+        names,
         dtype=wanted.dtype,
         ignored=family.hf_ignored,
         rows=family.hf_rows(config),
@@ -229,7 +230,7 @@ def _load_gguf(path: Path, wanted: _Wanted) -> LoadedModel:
     params = assemble(
         decoder,
         checkpoint,
-        form.names,
+        form.names_in(checkpoint.names),
         dtype=wanted.dtype,
         ignored=form.ignored,
         rows=form.rows(config),

@@ -128,6 +128,23 @@ def test_a_classifier_scores_the_last_token_of_each_prompt(labels, width, tmp_pa
     np.testing.assert_allclose(engine.embed(prompts, normalize=False), mean, atol=1e-4, rtol=1e-4)
 
 
+def test_a_model_saved_without_its_output_matrix_makes_embeddings_alone(tmp_path):
+    tensors = load_file(GOLDEN / "llama" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({name.removeprefix("model."): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    fields = json.loads((GOLDEN / "llama" / "config.json").read_text()) | {"architectures": ["LlamaModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    engine = make_engine(load_model(tmp_path), provider="native")
+    prompts = golden_prompts("llama")
+    expected = make_engine(golden_model("llama"), provider="native").embed(prompts, pooling="last")
+    np.testing.assert_array_equal(engine.embed(prompts, pooling="last"), expected)
+    for refused in (engine.generate, lambda prompts: engine.score(prompts[0]), lambda p: engine.prefill_paged(p[0])):
+        with pytest.raises(JaxkvError, match="has no output matrix and generates nothing; use embed"):
+            refused(prompts)
+    with pytest.raises(EmbeddingError, match="has no classification head; use embed"):
+        engine.classify(prompts)
+
+
 def test_what_a_model_cannot_do_is_refused(tmp_path):
     engine = make_engine(golden_model("llama"), provider="native")
     with pytest.raises(EmbeddingError, match="llama has no classification head; use embed"):

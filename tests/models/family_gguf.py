@@ -60,8 +60,12 @@ def write_family_gguf(
     storage: Callable[[str], str] = lambda name: "F32",
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    separate_experts: bool = False,
 ) -> Path:
-    """The golden model at `case` as a GGUF file; matrices stored as `storage` of their GGUF name says, vectors F32."""
+    """The golden model at `case` as a GGUF file; matrices stored as `storage` of their GGUF name says, vectors F32.
+
+    separate_experts: a tensor for each, as in the first files of mixtures.
+    """
     architecture = ARCHITECTURES[case.name]
     config = json.loads((case / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
@@ -78,7 +82,10 @@ def write_family_gguf(
         ]
     for key, value in ({**tiny_vocabulary(config["vocab_size"]), **fields, **(metadata or {})}).items():
         add_field(writer, key, value)
-    for name, tensor in {**_converted(case, architecture, config), **(extra or {})}.items():
+    tensors = _converted(case, architecture, config)
+    if separate_experts:
+        tensors = _separated(tensors)
+    for name, tensor in {**tensors, **(extra or {})}.items():
         kind = gguf.GGMLQuantizationType[storage(name) if tensor.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -112,3 +119,12 @@ def _converted(case: Path, architecture: str, config: dict[str, Any]) -> dict[st
         merged = np.stack([parts[number] for number in range(len(parts))])
         tensors[names.get_name(name, try_suffixes=(".weight",))] = merged
     return tensors
+
+
+def _separated(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`blk.0.ffn_up_exps.weight` [experts, out, in] as `blk.0.ffn_up.0.weight`, ... [out, in]."""
+    apart: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        parts = enumerate(tensor) if "_exps." in name else [(None, tensor)]
+        apart |= {name if at is None else name.replace("_exps.", f".{at}."): each for at, each in parts}
+    return apart
