@@ -187,7 +187,7 @@ def _load_directory(directory: Path, name: str, wanted: _Wanted) -> LoadedModel:
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
     quantization = raw.pop("quantization_config", None)
-    stated = family.hf_config(ConfigFields(raw, "config.json"))
+    stated = family.read_config(raw)
     labels = labels_of(raw, family, tied=stated.tied_embeddings)
     config = fit_context(dataclasses.replace(stated, num_labels=labels), wanted.max_context, name)
     decoder = Decoder(config, wanted.dtype)

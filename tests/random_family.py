@@ -108,7 +108,7 @@ def _draw_windows(draw: st.DrawFn, family: str, config: dict[str, Any]) -> None:
 
 
 def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: int) -> None:
-    kinds = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+    kinds = ["default", "longrope", *(["linear", "dynamic", "llama3", "yarn"] if family != "phi3" else [])]
     kind, theta = draw(st.sampled_from(kinds)), draw(st.sampled_from([100.0, 10000.0]))
     fraction = draw(st.sampled_from([0.5, 1.0])) if family == "phi3" and head_dim != 10 else 1.0
     scaling: dict[str, Any] = {"rope_type": kind}
@@ -130,6 +130,8 @@ def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: i
             "long_factor": [4.0 + at for at in range(pairs)],
         }
         scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"factor": 3.0}]))
+    if family == "phi3" and kind == "longrope":  # which says it beside its RoPE
+        config["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
     if draw(st.booleans()):
         if family == "phi3":
             scaling["partial_rotary_factor"] = fraction

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from models.assembly import Rows
 from models.config import DecoderConfig
@@ -49,6 +50,7 @@ class Family:
     """A family as Hugging Face directories hold it, `name` is model_type in config.json; and as GGUF, where that can.
 
     hf_names, hf_rows, hf_ignored: as in `GgufFormat`. hf_norm_offset is what the stored weights of norms lack.
+    hf_defaults: fields of config.json that mean something else where they are absent than they do for Llama.
     """
 
     name: str
@@ -59,7 +61,12 @@ class Family:
     # Old checkpoints saved the inverse frequencies, which are a function of the configuration.
     hf_ignored: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
     hf_norm_offset: float = 0.0
+    hf_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gguf: GgufFormat | None = None
+
+    def read_config(self, raw: Mapping[str, Any]) -> DecoderConfig:
+        """What config.json says. Raises ModelConfigError or UnsupportedModelError, naming the field."""
+        return self.hf_config(ConfigFields({**self.hf_defaults, **raw}, "config.json"))
 
     def hf_names_in(self, tensor_names: Collection[str]) -> Mapping[str, str]:
         """`hf_names`, without `model.` where a checkpoint has just what is below the output matrix (AutoModel's)."""

@@ -98,16 +98,17 @@ def rope_of(
 ) -> RopeConfig:
     """rope_parameters (transformers 5), or rope_theta beside rope_scaling (before).
 
-    `theta` is the family's default. `partial`: the family may rotate a part of each head. `layer_type`: which entry of
-    rope_parameters it is, where that has one for every type of layer.
+    `theta` is what a file means that states none. `partial`: the family may rotate a part of each head. `layer_type`:
+    which entry of rope_parameters it is, where that has one for every type of layer.
     """
     outer_theta = fields.take("rope_theta", float, None)
     new, old = fields.take("rope_parameters", dict, None), fields.take("rope_scaling", dict, None)
-    if new is not None and layer_type is not None and layer_type in new:
-        new = new[layer_type]
-        outer_theta = None
-        if not isinstance(new, dict):
-            raise ModelConfigError(f"{fields.origin} has rope_parameters that are no objects: fix the file")
+    if new is not None and layer_type is not None:
+        if not new.keys() <= {_SLIDING, _FULL} or not all(isinstance(each, dict | None) for each in new.values()):
+            raise ModelConfigError(
+                f"{fields.origin} has rope_parameters that are no objects {_FULL} and {_SLIDING}: fix the file"
+            )
+        new, outer_theta = new.get(layer_type) or {}, None
     if new is not None and old is not None and new != old:
         raise ModelConfigError(f"{fields.origin} has both rope_parameters and rope_scaling, and they differ: keep one")
     rope = ConfigFields(new or old or {}, f"{fields.origin}'s {'rope_parameters' if new else 'rope_scaling'}")

@@ -41,6 +41,7 @@ FAMILY = Family(
     hf_names=HF_NAMES
     | hf_layer(dict.fromkeys(_QKV, "self_attn.qkv_proj") | dict.fromkeys(_GATE_UP, "mlp.gate_up_proj")),
     hf_rows=_rows,
+    hf_defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     gguf=GgufFormat(
         "phi3",
         _gguf_config,

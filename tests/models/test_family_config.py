@@ -8,7 +8,6 @@ import pytest
 
 from kv_common.errors import JaxkvError
 from models.config import DecoderConfig, LayerKind, RopeConfig
-from models.config_fields import ConfigFields
 from models.context import fit_context
 from models.families import FAMILIES, family_of
 
@@ -19,8 +18,7 @@ ABSENT = "absent"
 def parse(case: str, **changes: Any) -> DecoderConfig:
     fields = json.loads((GOLDEN / case / "config.json").read_text()) | changes
     fields = {name: value for name, value in fields.items() if value != ABSENT}
-    stated = family_of(fields["model_type"], "config.json").hf_config(ConfigFields(fields, "config.json"))
-    return fit_context(stated, None, "config.json")
+    return fit_context(family_of(fields["model_type"], "config.json").read_config(fields), None, "config.json")
 
 
 def rope_of(config: DecoderConfig) -> RopeConfig:
@@ -128,6 +126,47 @@ def test_longrope_has_the_context_of_its_short_factors(kind: str) -> None:
     assert rope_of(config).attention_factor == pytest.approx(1.224745, rel=1e-6)
 
 
+def test_thetas_of_gemma_3_may_stand_beside_its_two_rotations() -> None:
+    rotations = {"full_attention": {"rope_type": "default"}, "sliding_attention": None}
+    config = parse("gemma3", rope_parameters=rotations, rope_theta=5e5, rope_local_base_freq=300.0)
+    assert [kind.rope.theta for kind in config.layer_kinds if kind.rope] == [300.0, 300.0, 5e5, 300.0]
+
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "vocab_size": 320,
+}
+"""What every file states."""
+
+
+@pytest.mark.parametrize(
+    ("family", "context", "kv_heads", "head_dim", "eps", "window", "tied"),
+    [
+        ("llama", 2048, 32, 2, 1e-6, None, False),
+        ("mistral", 131072, 8, 2, 1e-6, 4096, False),
+        ("mixtral", 131072, 8, 2, 1e-5, None, False),
+        ("qwen2", 32768, 32, 2, 1e-6, None, False),
+        ("qwen3", 32768, 32, 128, 1e-6, None, False),
+        ("qwen3_moe", 32768, 4, 2, 1e-6, None, False),
+        ("gemma2", 8192, 4, 256, 1e-6, 4096, True),
+        ("gemma3_text", 131072, 4, 256, 1e-6, 4096, True),
+        ("phi3", 4096, 32, 2, 1e-5, None, False),
+        ("olmo2", 2048, 32, 2, 1e-5, None, False),
+        ("granite", 2048, 32, 2, 1e-6, None, False),
+        ("smollm3", 32768, 4, 2, 1e-6, None, True),
+    ],
+)
+def test_fields_that_a_file_leaves_out_are_what_the_family_says(
+    family: str, context: int, kv_heads: int, head_dim: int, eps: float, window: int | None, tied: bool
+) -> None:
+    config = family_of(family, "config.json").read_config({"model_type": family, **SIZES})
+    assert (config.max_context, config.num_kv_heads, config.head_dim) == (context, kv_heads, head_dim)
+    assert (config.norm_eps, config.windows[0], config.tied_embeddings) == (eps, window, tied)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "named"),
     [
@@ -144,6 +183,7 @@ def test_longrope_has_the_context_of_its_short_factors(kind: str) -> None:
         ("mistral_window", {"sliding_window": 0}, "smallest window is 0"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "no objects full_attention and"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
         ("gemma3", {"sliding_window_pattern": 0, "layer_types": ABSENT}, "sliding_window_pattern=0"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
