@@ -23,7 +23,7 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of the first `rotary_dim` elements of a head (None: all of them).
+    """Rotary embedding of the first `rotary_dim` elements of a head (None: all of them; odd: and of one more).
 
     factor applies to linear, dynamic, llama3 and yarn; original_context to dynamic, llama3, yarn and longrope; the low
     and high factors to llama3; the betas and truncate to yarn. attention_factor multiplies rotated queries and keys.
@@ -171,17 +171,18 @@ class DecoderConfig:
 
     def _check_rope(self, rope: RopeConfig) -> None:
         rotary_dim = self.head_dim if rope.rotary_dim is None else rope.rotary_dim
-        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+        rotated = rotary_dim + rotary_dim % 2  # half a pair is made whole, where there is room
+        if not 0 < rotated <= self.head_dim:
             what = f"head_dim {self.head_dim}" if rope.rotary_dim is None else f"{rotary_dim} of {self.head_dim}"
             raise ModelConfigError(
                 f"{what} is {'odd' if rotary_dim % 2 else 'out of range'}; RoPE rotates pairs of a head: check the "
                 "model's config"
             )
         for divisors in (rope.frequency_divisors, rope.long_divisors):
-            if divisors is not None and len(divisors) != rotary_dim // 2:
+            if divisors is not None and len(divisors) != rotated // 2:
                 raise ModelConfigError(
-                    f"RoPE has {len(divisors)} frequency factors, {rotary_dim} rotated elements of a head need "
-                    f"{rotary_dim // 2}: check the file"
+                    f"RoPE has {len(divisors)} frequency factors, {rotated} rotated elements of a head need "
+                    f"{rotated // 2}: check the file"
                 )
 
     def _sizes(self) -> dict[str, int]:

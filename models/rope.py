@@ -62,5 +62,5 @@ def _yarn(frequencies: np.ndarray, rope: RopeConfig, rotary_dim: int) -> np.ndar
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     width = last - first if last != first else 0.001
-    slowed = np.clip((np.arange(rotary_dim // 2) - first) / width, 0.0, 1.0)
+    slowed = np.clip((np.arange(len(frequencies)) - first) / width, 0.0, 1.0)
     return (1 - slowed) * frequencies + slowed * frequencies / rope.factor

@@ -110,7 +110,7 @@ def _draw_windows(draw: st.DrawFn, family: str, config: dict[str, Any]) -> None:
 def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: int) -> None:
     kinds = ["default", "longrope", *(["linear", "dynamic", "llama3", "yarn"] if family != "phi3" else [])]
     kind, theta = draw(st.sampled_from(kinds)), draw(st.sampled_from([100.0, 10000.0]))
-    fraction = draw(st.sampled_from([0.5, 1.0])) if family == "phi3" and head_dim != 10 else 1.0
+    fraction = draw(st.sampled_from([0.5, 1.0])) if family == "phi3" else 1.0
     scaling: dict[str, Any] = {"rope_type": kind}
     if kind in ("linear", "dynamic", "llama3", "yarn"):
         scaling["factor"] = draw(st.sampled_from([2.0, 8.0]))
@@ -124,7 +124,7 @@ def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: i
     if kind == "dynamic":
         config["max_position_embeddings"] = draw(st.sampled_from([16, 128]))
     if kind == "longrope":
-        pairs = int(head_dim * fraction) // 2
+        pairs = -(-int(head_dim * fraction) // 2)
         scaling |= {
             "short_factor": [1.0 + 0.5 * at for at in range(pairs)],
             "long_factor": [4.0 + at for at in range(pairs)],

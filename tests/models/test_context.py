@@ -113,3 +113,9 @@ def test_long_factors_that_do_not_fit_are_refused(golden: Path, tmp_path: Path, 
     )
     with pytest.raises(ModelConfigError, match=named):
         load_model(path)
+
+
+def test_half_a_pair_of_a_head_is_made_whole(golden: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.7}  # 11 of 16
+    directory = write_long_case(golden, tmp_path, LongCase("phi3", {"rope_parameters": rope}))
+    assert_close(DenseModel(load_model(directory), len(LONG)).logits(LONG), plain_logits_of(directory, LONG))

@@ -1,6 +1,7 @@
 """What each family's configuration says is understood whole, or refused by name in one line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def rope_of(config: DecoderConfig) -> RopeConfig:
     (rope,) = {kind.rope for kind in config.layer_kinds}
     assert rope is not None
     return rope
+
+
+def test_a_family_is_less_than_a_hundred_lines() -> None:
+    for family in FAMILIES.values():
+        assert len(Path(sys.modules[family.hf_config.__module__].__file__).read_text().splitlines()) < 100, family.name
 
 
 def test_every_family_is_found_by_its_module() -> None:
