@@ -39,6 +39,7 @@ def decoder_config(
     """
     if "activation" not in settings:
         fields.require("hidden_act", "silu")
+    fields.require("is_causal", True)  # false is not off
     num_heads = fields.take("num_attention_heads", int)
     config = DecoderConfig(
         **{

@@ -13,6 +13,7 @@ from models.context import fit_context
 from models.families import FAMILIES, family_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
+ALL_CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config_legacy.json"))
 ABSENT = "absent"
 
 
@@ -215,3 +216,32 @@ def test_what_a_family_does_not_implement_is_refused_by_name(case: str, changes:
         parse(case, **changes)
     assert named in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def rope_with(case: str, layout: str, **extra: Any) -> dict[str, Any]:
+    """The fields of a golden case that say how it rotates, with more in them."""
+    fields = json.loads((GOLDEN / case / layout).read_text())
+    if layout == "config_legacy.json":
+        return fields | {"rope_scaling": (fields.get("rope_scaling") or {"rope_type": "default"}) | extra}
+    ropes = fields["rope_parameters"]
+    nested = {name: rope | extra for name, rope in ropes.items()} if "full_attention" in ropes else ropes | extra
+    return fields | {"rope_parameters": nested}
+
+
+@pytest.mark.parametrize("layout", ["config.json", "config_legacy.json"])
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_a_field_that_nobody_knows_is_refused_by_name_in_every_family(case: str, layout: str) -> None:
+    stated = json.loads((GOLDEN / case / layout).read_text())
+    family = family_of(stated["model_type"], "config.json")
+    family.read_config(stated)
+    for fields, named in (
+        (stated | {"surprise_norm": 2}, "sets surprise_norm=2"),
+        (stated | {"is_causal": False}, "is_causal=False"),
+        (stated | {"hidden_act": "relu"}, "hidden_act='relu'"),
+        (rope_with(case, layout, surprise_scale=2), "sets surprise_scale=2"),
+        (rope_with(case, layout, rope_type="spiral"), "RoPE type 'spiral'"),
+    ):
+        with pytest.raises(JaxkvError) as refusal:
+            family.read_config(fields)
+        assert named in str(refusal.value)
+        assert "\n" not in str(refusal.value)

@@ -101,6 +101,15 @@ def test_short_factors_of_longrope_are_taken_with_the_context_that_they_serve(go
     assert (config.max_context, config.windows[0]) == (64, None)
 
 
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_a_key_that_nobody_knows_is_refused_by_name_in_every_family(golden: Path, tmp_path: Path, case: str) -> None:
+    architecture = ARCHITECTURES[case]
+    for key, value in (("surprise_norm", 2.0), ("rope.scaling.type", "spiral"), ("attention.causal", False)):
+        path = write_family_gguf(golden / case, tmp_path / "model.gguf", metadata={f"{architecture}.{key}": value})
+        with pytest.raises(JaxkvError, match=rf"{architecture}.{key}={value!r}"):
+            load_model(path)
+
+
 @pytest.mark.parametrize(
     ("case", "metadata", "named"),
     [
