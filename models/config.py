@@ -104,6 +104,7 @@ class DecoderConfig:
     attention_scale: None is head_dim ** -0.5. attention_bias is of q, k and v, output_bias of o.
     qk_norm: RMSNorm of queries and keys, each head alone or the whole projection.
     norm_placement: RMSNorm of what goes into attention and MLP, of what comes out, or both.
+    gated: the MLP multiplies activation(gate) and up; without, it is activation(up).
     experts: the MLP is a mixture, intermediate_size is of one expert.
     num_labels: scores of a head that classifies sequences, in the place of the output matrix; 0 for neither.
     adapter_columns: ranks of all the low-rank adapters that there is room for beside the weights of a layer.
@@ -125,6 +126,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     tied_embeddings: bool = False
     activation: Activation = "silu"
+    gated: bool = True
     qk_norm: QkNorm = "none"
     norm_placement: NormPlacement = "before"
     attention_scale: float | None = None
@@ -158,6 +160,8 @@ class DecoderConfig:
                 f"{self.num_heads} query heads do not divide into {self.num_kv_heads} K/V heads: check the "
                 "model's config"
             )
+        if self.activation == "relu2" and (self.gated or self.experts is not None):
+            raise UnsupportedModelError("an MLP that relu2 gates is not implemented: use a model without it")
         if self.experts is not None and self.experts.chosen > self.experts.count:
             raise ModelConfigError(
                 f"a token chooses {self.experts.chosen} of {self.experts.count} experts: check the model's config"

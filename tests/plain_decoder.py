@@ -141,6 +141,8 @@ class _Model:
         if self.kind == "qwen3_moe":
             names = ("gate_proj", "up_proj", "down_proj")
             return self._mixture(x, at + "mlp.", names, self.config["norm_topk_prob"])
+        if self.kind == "arcee":
+            return self.linear(np.maximum(self.linear(x, at + "mlp.up_proj"), 0) ** 2, at + "mlp.down_proj")
         if self.kind == "phi3":
             gate, up = np.split(self.linear(x, at + "mlp.gate_up_proj"), 2, axis=-1)
         else:

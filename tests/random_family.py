@@ -23,8 +23,9 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "arcee": "ArceeForCausalLM",
 }
-_WITH_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3")
+_WITH_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "arcee")
 _WITH_WINDOW_TYPES = ("qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3")
 
 
@@ -62,7 +63,7 @@ def random_models(draw: st.DrawFn, family: str) -> RandomModel:
         config |= {"hidden_size": draw(st.sampled_from([12, 16])), "head_dim": head_dim}
     if family in _WITH_BIAS:
         config["attention_bias"] = draw(st.booleans())
-    if family in ("llama", "granite", "smollm3"):
+    if family in ("llama", "granite", "smollm3", "arcee"):
         config["mlp_bias"] = draw(st.booleans())
     _draw_windows(draw, family, config)
     _draw_rope(draw, family, config, head_dim)
@@ -180,7 +181,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             matrix(f"{at}.experts.{expert}.{up}", inner, hidden)
             matrix(f"{at}.experts.{expert}.{down}", hidden, inner)
     elif family != "phi3":
-        matrix("mlp.gate_proj", inner, hidden, mlp_bias)
+        if family != "arcee":
+            matrix("mlp.gate_proj", inner, hidden, mlp_bias)
         matrix("mlp.up_proj", inner, hidden, mlp_bias)
         matrix("mlp.down_proj", hidden, inner, mlp_bias)
     norms = ["input_layernorm", "post_attention_layernorm"]

@@ -8,7 +8,7 @@ from kv_execution import SamplingParams
 
 ALL = (
     *("qwen2", "qwen3", "mistral_window", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3"),
-    *("mixtral", "qwen3_moe"),
+    *("mixtral", "qwen3_moe", "arcee"),
 )
 ON_THE_REFERENCE = ("gemma3", "olmo2", "mixtral")
 """Those that between them have every part that a provider computes; the others are slow tests there."""

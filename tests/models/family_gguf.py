@@ -21,12 +21,13 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "granite": "granite",
     "smollm3": "smollm3",
+    "arcee": "arcee",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
 }
 """By golden case."""
 
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "smollm3", "arcee")
 """Architectures of rope type NORM, of which the converter reorders q and k."""
 
 _SIZES = {
@@ -72,6 +73,10 @@ def write_family_gguf(
     fields = {f"{architecture}.{key}": config[name] for key, name in _SIZES.items() if config.get(name) is not None}
     ropes = config["rope_parameters"]
     fields[f"{architecture}.rope.freq_base"] = ropes.get("full_attention", ropes)["rope_theta"]
+    if ropes.get("rope_type") == "yarn":
+        original = ropes["original_max_position_embeddings"]
+        scaling = {"type": "yarn", "factor": ropes["factor"], "original_context_length": original}
+        fields |= {f"{architecture}.rope.scaling.{key}": value for key, value in scaling.items()}
     fields[f"{architecture}.vocab_size"] = config["vocab_size"]
     if architecture in INTERLEAVED or architecture == "phi3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -36,7 +36,19 @@ def test_a_family_is_less_than_a_hundred_lines() -> None:
 
 def test_every_family_is_found_by_its_module() -> None:
     assert sorted(FAMILIES) == [
-        *("gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
+        *(
+            "arcee",
+            "gemma2",
+            "gemma3_text",
+            "granite",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "phi3",
+            "qwen2",
+            "qwen3",
+        ),
         *("qwen3_moe", "smollm3"),
     ]
 
@@ -153,6 +165,7 @@ SIZES = {
     ("family", "context", "kv_heads", "head_dim", "eps", "window", "tied"),
     [
         ("llama", 2048, 32, 2, 1e-6, None, False),
+        ("arcee", 4096, 32, 2, 1e-5, None, False),
         ("mistral", 131072, 8, 2, 1e-6, 4096, False),
         ("mixtral", 131072, 8, 2, 1e-5, None, False),
         ("qwen2", 32768, 32, 2, 1e-6, None, False),
