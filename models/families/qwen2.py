@@ -18,12 +18,9 @@ def qwen_kinds(fields: ConfigFields, *, all_windowed: bool = False) -> tuple[Lay
     if not fields.take("use_sliding_window", bool, False):
         window = None
     first = fields.take("max_window_layers", int, 28)
+    windows = windows_of(fields, window, lambda layer: all_windowed or layer >= first)
     rope = rope_of(fields)
-
-    def is_windowed(layer: int) -> bool:
-        return all_windowed or layer >= first
-
-    return tuple(LayerKind(each, rope) for each in windows_of(fields, window, is_windowed))
+    return tuple(LayerKind(each, rope) for each in windows)
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
