@@ -53,6 +53,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tok
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="A system message, before the first turn.")]
 Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
+MaxContext = Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")]
 PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Most memory for the K/V pages, as in 512MiB or 2GiB.")]
 PageTokens = Annotated[int, typer.Option(help="Tokens in a page.")]
 TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")]
@@ -102,6 +103,7 @@ def generate(
         ),
     ] = None,
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     compilation_cache: CompilationCache = True,
@@ -130,7 +132,7 @@ def generate(
     adapters = adapter_of_each(prompt, adapter or ())
     speaks = process_options.join(coordinator, num_processes, process_id, tensor_parallel, peer_timeout)
     progress = Console(stderr=True, quiet=not speaks)
-    loaded = open_model(model, dtype, progress, tensor_parallel)
+    loaded = open_model(model, dtype, progress, tensor_parallel, max_context)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
@@ -167,6 +169,7 @@ def chat(
     stop: Stop = None,
     system: System = None,
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     compilation_cache: CompilationCache = True,
@@ -184,7 +187,7 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (with it input() edits lines and recalls earlier ones; not every platform has it)
     progress = Console(stderr=True)
-    loaded = open_model(model, dtype, progress, tensor_parallel)
+    loaded = open_model(model, dtype, progress, tensor_parallel, max_context)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
@@ -203,6 +206,7 @@ def embed(
     prompt: Annotated[list[str] | None, typer.Option(help="The text; several are computed in one batch.")] = None,
     pooling: Annotated[str, typer.Option(help="mean, last or cls (the first token).")] = "mean",
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     tensor_parallel: TensorParallel = 1,
@@ -215,12 +219,12 @@ def embed(
     )
     if not prompt:
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each text")
-    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel, max_context)
     token_ids = encode_prompts(loaded, prompt, False, None)
     engine = start_engine(loaded, config, Console(stderr=True), warm_up=False)
     vectors = engine.embed(token_ids, pooling=pooling).tolist()
     lines = [{"prompt": text, "embedding": vector} for text, vector in zip(prompt, vectors, strict=True)]
-    if loaded.spec.num_labels is not None:
+    if loaded.spec.num_labels:
         for line, scores in zip(lines, engine.classify(token_ids).tolist(), strict=True):
             line["scores"] = scores
     for line in lines:
@@ -231,6 +235,7 @@ def embed(
 def inspect(
     model: ModelArgument,
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     tensor_parallel: TensorParallel = 1,
@@ -239,7 +244,7 @@ def inspect(
     from kv_execution import EngineConfig, PagedEngine
 
     config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page)
-    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel, max_context)
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
 

@@ -4,6 +4,7 @@ from models.assembly import LoadProgress
 from models.chat_template import ChatTemplate, ChatTemplateError
 from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
+from models.context import ContextError
 from models.decoder import Forward
 from models.generation import GenerationDefaults
 from models.loader import LoadedModel, load_model
@@ -14,6 +15,7 @@ __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
     "CheckpointError",
+    "ContextError",
     "Forward",
     "GenerationDefaults",
     "LoadProgress",
