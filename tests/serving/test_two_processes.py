@@ -14,12 +14,42 @@ from typing import NamedTuple
 
 import pytest
 
+from kv_execution.process_group import EXIT_STATUS
 from kv_serving.cli import run
 from tests.models.model_files import write_gguf
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROMPT = ("--prompt", "an an 1 2", "--raw", "--temperature", "0")
 SMALL = ("--kv-pool-bytes", "1MiB")
+
+
+MAIN = "from kv_serving.cli import main; main()"
+STOPPED = """
+import pkgutil, sys, time
+from kv_serving.cli import main
+import kv_execution, os
+
+def stop(*_, **__):
+    print("stopped", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+if os.environ["JAXKV_PROCESS_ID"] == "{process_id}":
+    owner, name = "{where}".rsplit(".", 1)
+    setattr(pkgutil.resolve_name(owner), name, stop)
+main()
+"""
+FAILS = """
+from kv_serving.cli import main
+from kv_execution.runtime import PagedRuntime
+import os
+
+def fail(*_):
+    raise ZeroDivisionError("a mistake")
+
+if os.environ["JAXKV_PROCESS_ID"] == "0":
+    PagedRuntime.forward = fail
+main()
+"""
 
 
 class Pair(NamedTuple):
@@ -40,9 +70,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60) -> Iterator[Pair]:
-    """The same command twice; the second is told its part by the environment."""
-    command = [sys.executable, "-c", "from kv_serving.cli import main; main()", "generate", str(model)]
+def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60, main: str = MAIN) -> Iterator[Pair]:
+    """The same command twice; each is told its part by the environment."""
+    command = [sys.executable, "-c", main, "generate", str(model)]
     command += [*PROMPT, *SMALL, *options, "--tp", str(tp), "--peer-timeout", str(peer_timeout_s)]
     shared = {"JAXKV_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXKV_NUM_PROCESSES": "2"}
     flags = f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
@@ -63,6 +93,14 @@ def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60) ->
             process.communicate()
 
 
+def assert_misses(process: subprocess.Popen, complaints: bytes, killed: int) -> None:
+    """`process` has ended with the line about a peer that was killed, and with nothing else."""
+    assert complaints.decode() == (
+        f"jaxkv: process {killed} has ended, and process {1 - killed} cannot go on alone: start all of them again\n"
+    )
+    assert process.returncode == EXIT_STATUS
+
+
 def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(model, capsys):
     options = ("--max-tokens", "24", "--json")
     with pair(model, *options) as (first, second):
@@ -76,31 +114,56 @@ def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(mod
     assert len(alone["results"][0]["tokens"]) > 8
 
 
-def test_a_killed_peer_ends_the_other_with_one_line(model):
-    with pair(model, "--max-tokens", "200") as (first, second):
-        assert first.stdout.read(1), first.stderr.read()  # tokens are coming
-        second.kill()
-        killed_s = time.monotonic()
-        _, complaints = first.communicate(timeout=60)
-        assert time.monotonic() - killed_s < 60
-    assert first.returncode == 2
-    lines = complaints.decode().splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("jaxkv: ")
-    assert "start all of them again" in lines[0]
+@pytest.mark.parametrize(
+    ("killed", "how"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_process_ends_the_other_with_one_line(killed, how, model):
+    with pair(model, "--max-tokens", "200", peer_timeout_s=600) as processes:
+        assert processes.first.stdout.read(1), processes.first.stderr.read()  # tokens are coming
+        processes[killed].send_signal(how)
+        _, complaints = processes[1 - killed].communicate(timeout=60)
+    assert_misses(processes[1 - killed], complaints, killed)
 
 
 @pytest.mark.slow
-def test_a_killed_process_0_ends_the_other_and_is_named_as_the_reason(model):
-    with pair(model, "--max-tokens", "200") as (first, second):
-        assert first.stdout.read(1), first.stderr.read()
-        first.kill()
-        _, complaints = second.communicate(timeout=60)
-    # Process 0 has jax's coordination service, whose end jax notices by itself: its lines may come before ours, and
-    # where it is the first to end the process it does so by an abort.
-    assert second.returncode in (2, -signal.SIGABRT)
-    said = complaints.decode()
-    assert "start all of them again" in said or "another task died" in said
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "jax.distributed.initialize",
+        "kv_serving.cli.open_model",
+        "kv_serving.cli.start_engine",
+        "kv_execution.runtime.PagedRuntime.forward",
+        "kv_execution.runtime.PagedRuntime.collect",
+        "kv_serving.process_options.leave",
+    ],
+)
+def test_wherever_a_process_is_killed_the_other_ends_with_one_line(where, killed, model):
+    with pair(model, "--json", peer_timeout_s=600, main=STOPPED.format(where=where, process_id=killed)) as processes:
+        while (line := processes[killed].stderr.readline()) != b"stopped\n":
+            assert line, "it has ended before it came there"
+        with pytest.raises(subprocess.TimeoutExpired):
+            processes[1 - killed].communicate(timeout=1)  # it waits
+        processes[killed].kill()
+        answer, complaints = processes[1 - killed].communicate(timeout=60)
+    assert_misses(processes[1 - killed], complaints, killed)
+    assert bool(answer) == (killed == 1 and where.endswith(".leave")), "an answer that is complete is not lost"
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_on_its_own_shows_its_traceback_and_ends_the_other_with_one_line(model):
+    with pair(model, peer_timeout_s=600, main=FAILS) as (first, second):
+        _, complaints = first.communicate(timeout=60)
+        _, others_complaints = second.communicate(timeout=60)
+    assert first.returncode == 1
+    assert complaints.splitlines()[-1] == b"ZeroDivisionError: a mistake"
+    assert_misses(second, others_complaints, 0)
 
 
 @pytest.mark.slow
