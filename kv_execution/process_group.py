@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+from types import TracebackType
 from typing import NoReturn
 
 import jax
@@ -66,6 +67,21 @@ class ProcessGroup:
             sys.stderr.flush()
             # Not sys.exit: jax would wait for the peer at the door, and the main thread may be waiting for it already.
             os._exit(EXIT_STATUS)
+
+    def end_behind_tracebacks(self) -> None:
+        """From now on an exception that nobody catches ends this process at once, until it has left: at the door jax
+        would wait for peers, and they for this process's part of a step.
+        """
+        show = sys.excepthook
+
+        def show_and_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            show(kind, error, trace)
+            if not self._left.is_set():
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
+                os._exit(1)
+
+        sys.excepthook = show_and_end
 
     def _watch(self, peer: int, line: socket.socket) -> None:
         line.settimeout(self._timeout_s)

@@ -24,7 +24,8 @@ from kv_kernels.tensor_parallel import TensorMesh
 def join_processes(coordinator: str, num_processes: int, process_id: int, *, timeout_s: float = 60) -> ProcessGroup:
     """Meet the other processes at `coordinator` (HOST:PORT, of process 0); before jax is used for anything.
 
-    `timeout_s`: how long to wait for peers to come, and then to be silent.
+    Call `leave` of what comes back when all work is done. `timeout_s`: how long to wait for peers to come, and then for
+    them to be heard of.
 
     Raises:
         ProcessGroupError: bad numbers, an address that cannot be used, a peer that does not come or does not match.
@@ -60,6 +61,7 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, *, tim
             f"process {process_id} met the others, but not jax's service at {host}:{port} "
             f"({' '.join(str(error).split())[:200]}): let that port through, and join before jax is used"
         ) from error
+    group.end_behind_tracebacks()
     return group
 
 

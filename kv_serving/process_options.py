@@ -8,7 +8,6 @@ so that its peers end too, each with one line.
 import io
 import os
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kv_common.errors import JaxkvError
@@ -49,7 +48,6 @@ def join(
     from kv_execution import join_processes
 
     _silence_libraries()
-    sys.excepthook = _end_after_the_traceback
     _group = join_processes(coordinator, num_processes, process_id, timeout_s=timeout_s)
     if process_id > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
@@ -72,11 +70,6 @@ def fail(message: str) -> None:
 def in_group() -> bool:
     """Whether this process has peers."""
     return _group is not None
-
-
-def _end_after_the_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
-    os._exit(1)  # at the door jax would wait for peers, and they for this process's part of a step
 
 
 def _silence_libraries() -> None:

@@ -33,7 +33,7 @@ def stop(*_, **__):
     print("stopped", file=sys.stderr, flush=True)
     time.sleep(600)
 
-if os.environ["JAXKV_PROCESS_ID"] == "{process_id}":
+if os.environ.get("JAXKV_PROCESS_ID", "0") == "{process_id}":
     owner, name = "{where}".rsplit(".", 1)
     setattr(pkgutil.resolve_name(owner), name, stop)
 main()
@@ -46,7 +46,7 @@ import os
 def fail(*_):
     raise ZeroDivisionError("a mistake")
 
-if os.environ["JAXKV_PROCESS_ID"] == "0":
+if "JAXKV_PROCESS_ID" not in os.environ:
     PagedRuntime.forward = fail
 main()
 """
@@ -71,18 +71,23 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60, main: str = MAIN) -> Iterator[Pair]:
-    """The same command twice; each is told its part by the environment."""
+    """The same command twice; the first is told its part by options, the second by the environment."""
     command = [sys.executable, "-c", main, "generate", str(model)]
     command += [*PROMPT, *SMALL, *options, "--tp", str(tp), "--peer-timeout", str(peer_timeout_s)]
-    shared = {"JAXKV_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXKV_NUM_PROCESSES": "2"}
-    flags = f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
+    coordinator, flags = f"127.0.0.1:{free_port()}", f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
+    by_options = ("--coordinator", coordinator, "--num-processes", "2", "--process-id", "0")
+    by_environment = {"JAXKV_COORDINATOR": coordinator, "JAXKV_NUM_PROCESSES": "2", "JAXKV_PROCESS_ID": "1"}
     started = []
     try:
-        for process_id in (0, 1):
-            environment = {**os.environ, **shared, "JAXKV_PROCESS_ID": str(process_id), "XLA_FLAGS": flags}
+        for given, variables in ((by_options, {}), ((), by_environment)):
+            environment = {**os.environ, **variables, "XLA_FLAGS": flags}
             started.append(
                 subprocess.Popen(
-                    command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                    [*command, *given],
+                    cwd=REPOSITORY,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                 )
             )
         yield Pair(*started)
@@ -192,6 +197,14 @@ def test_four_devices_in_two_processes_share_two_heads(model, capsys):
     assert json.loads(out)["results"] == json.loads(capsys.readouterr().out)["results"]
 
 
+def test_one_process_with_many_devices_says_what_one_device_says(model, capsys):
+    results = []
+    for tp in ("1", "2"):
+        assert run(["generate", str(model), *PROMPT, *SMALL, "--max-tokens", "24", "--json", "--tp", tp]) == 0
+        results.append(json.loads(capsys.readouterr().out)["results"])
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -232,13 +245,39 @@ group.leave()
 """
 
 
-@pytest.mark.slow
-def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
+READS = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from kv_execution import join_processes
+from models import load_model
+from models.gguf_loader import GgufCheckpoint
+
+coordinator, process_id, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+group = join_processes(coordinator, 2, process_id)
+read, numbers = GgufCheckpoint.read, {}
+
+def counted(self, name, index=None):
+    tensor = read(self, name, index)
+    numbers[name] = numbers.get(name, 0) + tensor.size
+    return tensor
+
+GgufCheckpoint.read = counted
+fingerprint = load_model(model, tensor_parallel=2).fingerprint
+checkpoint = GgufCheckpoint(Path(model))
+shares = {name: numbers[name] / np.prod(checkpoint.shape(name)) for name in checkpoint.names}
+print(json.dumps({"shares": shares, "fingerprint": str(fingerprint)}))
+group.leave()
+"""
+
+
+def run_in_two_processes(script: str, model: Path) -> list[list[str]]:
+    """The lines that each process of `script` prints, Gloo's apart."""
     coordinator = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", APART, coordinator, str(process_id), str(model)],
+            [sys.executable, "-c", script, coordinator, str(process_id), str(model)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -247,7 +286,20 @@ def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
     ]
     outputs = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
-    told = [[line for line in out.decode().splitlines() if "Gloo" not in line] for out, _ in outputs]
+    return [[line for line in out.decode().splitlines() if "Gloo" not in line] for out, _ in outputs]
+
+
+def test_a_process_reads_its_own_slices_and_no_others(model):
+    first, second = (json.loads(line) for (line,) in run_in_two_processes(READS, model))
+    assert first == second
+    whole = {name for name, share in first["shares"].items() if share == 1}
+    assert {share for share in first["shares"].values()} == {0.5, 1}
+    assert {name.split(".")[-2] for name in whole} == {"token_embd", "attn_norm", "ffn_norm", "output_norm"}
+
+
+@pytest.mark.slow
+def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
+    told = run_in_two_processes(APART, model)
     assert told[0] == told[1]
     assert told[0][-1].endswith("length")
     assert any(line.startswith("1 ") and line.endswith("deadline") for line in told[0]), told[0]
