@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
 
 from kv_execution.process_group import ProcessGroup
 from kv_execution.process_meeting import ProcessGroupError, meet
 from kv_execution.service_relay import ServiceRelay
 from kv_kernels.peers import together
-from kv_kernels.tensor_parallel import TensorMesh
+from kv_kernels.selection import current_platform
+from kv_kernels.tensor_parallel import EXPERT, TENSOR_AXES, TensorMesh
 
 
 def join_processes(coordinator: str, num_processes: int, process_id: int, *, timeout_s: float = 60) -> ProcessGroup:
@@ -62,7 +65,26 @@ def join_processes(coordinator: str, num_processes: int, process_id: int, *, tim
             f"({' '.join(str(error).split())[:200]}): let that port through, and join before jax is used"
         ) from error
     group.end_behind_tracebacks()
+    current_platform()  # or jax would say at length what it does not find
+    _from_process_0(b"here")  # See `connect`: here all have just met, and later one may be slow to load.
     return group
+
+
+def connect(mesh: TensorMesh | None) -> None:
+    """Connect the devices of `mesh` that belong to several processes; all of these must call it at the same point.
+
+    Gloo gives devices 30 s from the first to the last to come to the first collective that they share. So their first
+    one is here, behind a broadcast: processes have been connected since they joined, and wait for the slowest.
+    """
+    if mesh is None or mesh.num_processes == 1:
+        return
+    _from_process_0(b"here")
+    axes = (TENSOR_AXES, (*TENSOR_AXES, EXPERT)) if mesh.expert_shards > 1 else (TENSOR_AXES,)
+    spec = PartitionSpec(TENSOR_AXES)
+    met = jax.jit(mesh.manual(lambda ones: [lax.psum(ones, names) for names in axes], spec, spec))
+    with together("a meeting", mesh.num_processes):
+        ones = jax.make_array_from_callback((mesh.width,), mesh.sharding(spec), lambda _: np.ones(1, np.float32))
+        jax.block_until_ready(met(ones))
 
 
 def agreed_clock(clock: Callable[[], float], mesh: TensorMesh | None) -> Callable[[], float]:

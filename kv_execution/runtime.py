@@ -20,6 +20,7 @@ from kv_control.scheduler import Scheduler
 from kv_control.step_plan import StepPlan
 from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
+from kv_execution.processes import connect
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
 from kv_execution.sampler_state import empty_sampler_state, set_request
 from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, StepSampling
@@ -97,6 +98,7 @@ class PagedRuntime:
             provider, self.layout, buckets.max_rows, self._adapter_slots if has_adapters else None
         )
         self._ran: set[tuple[object, ...]] = set()
+        connect(mesh)
         with reporting_cache_faults():
             self.state = DeviceState(
                 pools=allocate_pools(self.layout, mesh),

@@ -2,15 +2,19 @@
 
 import contextlib
 import errno
+import re
 import socket
 import threading
 import time
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from kv_common import __version__
-from kv_execution import ProcessGroup, ProcessGroupError, join_processes, process_meeting
+from kv_execution import ProcessGroup, ProcessGroupError, join_processes, process_meeting, processes
+from kv_kernels.tensor_parallel import EXPERT, TENSOR_AXES, TensorMesh
 
 
 def free_port() -> int:
@@ -204,3 +208,24 @@ def test_a_service_that_cannot_be_reached_is_named_with_its_address_and_the_peer
             join_processes("host:7777", 2, 1)
         theirs.settimeout(5)
         assert theirs.recv(64) == b"", "no goodbye"
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_every_group_of_devices_that_a_step_sums_over_is_connected_first(experts, monkeypatch):
+    devices = np.array(jax.devices()[:8]).reshape(8 // experts // 2, 2, experts)
+    mesh = TensorMesh(Mesh(devices, (*TENSOR_AXES, EXPERT)))
+    modules, jit = [], jax.jit
+
+    def watched(function):
+        jitted = jit(function)
+        return lambda *arguments: modules.append(jitted.lower(*arguments).compile().as_text()) or jitted(*arguments)
+
+    processes.connect(mesh)
+    monkeypatch.setattr(processes.jax, "jit", watched)
+    processes.connect(mesh)
+    assert modules == [], "one process has nobody to meet"
+    monkeypatch.setattr(TensorMesh, "num_processes", 2)
+    processes.connect(mesh)
+    (module,) = modules
+    sizes = [len(group.split(",")) for group in re.findall(r" all-reduce\(.*replica_groups=\{\{([\d,]*)\}", module)]
+    assert sorted(sizes) == ([4, 8] if experts == 2 else [8])

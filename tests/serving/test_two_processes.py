@@ -52,6 +52,25 @@ main()
 """
 
 
+LATE = """
+import os, pkgutil, time
+from kv_serving.cli import main
+import kv_execution
+
+owner, name = "{where}".rsplit(".", 1)
+on_time = getattr(pkgutil.resolve_name(owner), name)
+
+def late(*arguments, **options):
+    setattr(pkgutil.resolve_name(owner), name, on_time)
+    time.sleep(35)
+    return on_time(*arguments, **options)
+
+if "JAXKV_PROCESS_ID" in os.environ:
+    setattr(pkgutil.resolve_name(owner), name, late)
+main()
+"""
+
+
 class Pair(NamedTuple):
     """Processes 0 and 1 of one command."""
 
@@ -184,6 +203,16 @@ def test_a_peer_that_falls_silent_ends_the_other_within_its_timeout(stopped, mod
         f"jaxkv: process {stopped} has not been heard of for 10 s, and process {1 - stopped} cannot go on alone: start "
         "all of them again"
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["kv_serving.cli.start_engine", "kv_execution.runtime.PagedRuntime.forward"])
+def test_a_process_that_needs_longer_than_gloo_waits_for_a_first_collective_is_waited_for(where, model):
+    with pair(model, "--max-tokens", "4", tp=4, main=LATE.format(where=where)) as (first, second):
+        answer, complaints = first.communicate(timeout=180)
+        second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), complaints
+    assert answer
 
 
 @pytest.mark.slow
