@@ -28,7 +28,11 @@ def require_extra() -> None:
 
 def _require(extra: str, *libraries: str) -> None:
     for library in libraries:
-        if importlib.util.find_spec(library) is None:
+        try:
+            found = importlib.util.find_spec(library) is not None
+        except ModuleNotFoundError:  # of a package that it would be in
+            found = False
+        if not found:
             raise MissingExtraError(f"{library} is not installed: pip install 'jaxkv[{extra}]'")
 
 
@@ -76,6 +80,9 @@ def serve(
         int | None, typer.Option(help="Scale up to so many. [default: as many as replicas]")
     ] = None,
     target_requests: Annotated[float, typer.Option(help="Requests of one replica that scaling aims at.")] = 16,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send OpenTelemetry traces there, by OTLP over HTTP.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
@@ -87,8 +94,12 @@ def serve(
     from kv_serving.server.logs import log_to_stderr
     from kv_serving.server.run import Loaded, ServerSettings
     from kv_serving.server.run import serve as run_server
+    from kv_serving.server.traces import endpoint_of
 
     check_pooling(pooling)
+    if otlp_traces_endpoint is not None:
+        otlp_traces_endpoint = endpoint_of(otlp_traces_endpoint)
+        _require("serve,otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     name = served_name or default_name(model)
     adapters = _adapters(name, adapter or ())
     config = EngineConfig(
@@ -117,6 +128,7 @@ def serve(
         ),
         drain_s=drain,
         pooling=pooling,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
 
     def load() -> Loaded:

@@ -74,7 +74,9 @@ class Answer:
         groups: Sequence[RequestGroup],
         assemblies: Sequence[TextAssembly],
         concurrency: Concurrency,
+        model: str,
     ) -> None:
+        """`model` is what the request calls the model."""
         self._engine = engine
         self._metrics = metrics
         self._channel = channel
@@ -84,7 +86,11 @@ class Answer:
         self._completion_tokens = 0
         self._cached_tokens = {id(group): 0 for group in groups}
         self.num_choices = len(self._open)
-        self.finish_reasons: list[str] = []
+        self._model = model
+        self._finish_reasons: list[str] = []
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+        self._error: str | None = None
 
     @property
     def usage(self) -> Usage:
@@ -96,8 +102,25 @@ class Answer:
         )
 
     def facts(self) -> dict[str, object]:
-        """What the log tells of it."""
-        return {**self.usage._asdict(), "finish_reasons": self.finish_reasons}
+        """What the log and the traces tell of it; times are in seconds from its submission."""
+        first = self._groups[0]
+        params = first.choices[min(first.choices)]
+
+        def since(time_s: float | None) -> float | None:
+            return None if time_s is None else round(time_s - first.submitted_s, 4)
+
+        facts = {
+            "model": self._model,
+            **self.usage._asdict(),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "finish_reasons": self._finish_reasons,
+            "queue_s": since(first.started_s),
+            "first_token_s": since(self._first_token_s),
+            "e2e_s": since(self._last_token_s),
+        }
+        return facts if self._error is None else {**facts, "error": self._error}
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What is new, until every choice has ended. Raises ApiError."""
@@ -106,7 +129,9 @@ class Answer:
                 changed: dict[int, _Choice] = {}
                 for event in await self._channel.take():
                     if isinstance(event, Failure):
-                        raise api_error_of(event.error) from event.error
+                        error = api_error_of(event.error)
+                        self._error = error.code
+                        raise error from event.error
                     if isinstance(event, PromptScores):
                         changed |= self._scored(event)
                         continue
@@ -142,7 +167,8 @@ class Answer:
         if output.token is not None:
             self._completion_tokens += 1
             self._metrics.token(choice.group, choice.last_token_s, event.time_s)
-            choice.last_token_s = event.time_s
+            choice.last_token_s = self._last_token_s = event.time_s
+            self._first_token_s = self._first_token_s or event.time_s
         if choice.assembly.finish_reason is not None and output.finish_reason is None:
             self._engine.abort(choice.group, event.choice)  # it met a stop string, of which the engine knows nothing
 
@@ -164,7 +190,7 @@ class Answer:
             del self._open[number]
             if reason == "deadline":  # for which OpenAI's API has no word
                 reason, stop_reason = "length", "deadline"
-            self.finish_reasons.append(reason)
+            self._finish_reasons.append(reason)
             self._metrics.finished(choice.group, reason, choice.last_token_s, assembly.num_tokens)
         piece = Piece(number, choice.text, choice.tokens, reason, stop_reason)
         choice.text, choice.tokens = "", []

@@ -239,4 +239,6 @@ class Service:
                     constraints={index: each for index, each in enumerate(constraints) if each is not None},
                 )
             )
-        return Answer(self._engine, self._metrics, channel, groups, assemblies, self.concurrency)
+        return Answer(
+            self._engine, self._metrics, channel, groups, assemblies, self.concurrency, request.model or self.name
+        )
