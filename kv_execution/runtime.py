@@ -87,7 +87,7 @@ class PagedRuntime:
         self.requests: dict[int, Request] = {}
         self.counters = RuntimeCounters()
         self.params = params
-        self._programs = programs
+        self.programs = programs
         self._debug = debug
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
@@ -155,7 +155,7 @@ class PagedRuntime:
             if progress is not None:
                 progress(done, shape)
             with reporting_cache_faults():
-                forward = self._programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
+                forward = self.programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
                 forward.compile()
                 logits = forward.out_info.logits
                 for kind in samplers:
@@ -190,10 +190,10 @@ class PagedRuntime:
         """Start the network of a step, for `choose` to go on from: logits [rows, vocab] f32 on the device."""
         for row in plan.admitted:
             self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
-        shape = self._shape_of(plan)
+        shape = self.shape_of(plan)
         self._check(plan)
         with self._reporting_first(shape, None):
-            self.state, logits = self._programs.forward(self.params, self.state, self._inputs.of(plan, shape))
+            self.state, logits = self.programs.forward(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         self._count(plan, shape)
         return logits
@@ -218,26 +218,24 @@ class PagedRuntime:
             )
         ]
 
-    def score(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step of one held request: log-probabilities [tokens, vocab] of what follows each of its tokens."""
-        shape = self._shape_of(plan)
+    def run_held(self, program: jax.stages.Wrapped, plan: StepPlan, *arguments: Any) -> jax.Array:
+        """Run a step of held requests with `score` or `pool`, which returns an array beside the state."""
         self._check(plan)
         with reporting_cache_faults():
-            self.state, logprobs = self._programs.score(self.params, self.state, self._inputs.of(plan, shape))
+            inputs = self._inputs.of(plan, self.shape_of(plan))
+            self.state, result = program(self.params, self.state, inputs, *arguments)
         self._poison_freed()
-        return np.asarray(logprobs)[: plan.table.tokens]
+        return result
 
-    def pool(self, plan: StepPlan, weights: NDArray[np.float32], sums: jax.Array) -> jax.Array:
-        """Run a step of held requests: `sums` with the hidden states of its tokens, times `weights` [tokens]."""
-        shape = self._shape_of(plan)
-        self._check(plan)
-        padded = np.zeros(shape.tokens, np.float32)
-        padded[: len(weights)] = weights
-        with reporting_cache_faults():
-            inputs = self._inputs.of(plan, shape)
-            self.state, sums = self._programs.pool(self.params, self.state, inputs, padded, sums)
-        self._poison_freed()
-        return sums
+    def compiler_of(self, program: jax.stages.Wrapped, shape: StepShape, *arguments: Any) -> Callable[[], object]:
+        """What compiles such a program for steps of `shape`, on any thread."""
+        given = (self.params, self.state, self._inputs.of(None, shape), *arguments)
+
+        def compile_program() -> None:
+            with reporting_cache_faults():
+                program.lower(*given).compile()
+
+        return compile_program
 
     def _reporting_first(self, *program: object) -> contextlib.AbstractContextManager[None]:
         """Around a call of `program`, which may compile it where it is the first."""
@@ -247,8 +245,8 @@ class PagedRuntime:
 
     def _sampler(self, sampling: StepSampling) -> jax.stages.Wrapped:
         if isinstance(sampling, ConstrainedInputs):
-            return self._programs.constrained
-        return self._programs.greedy if isinstance(sampling, GreedyInputs) else self._programs.sample
+            return self.programs.constrained
+        return self.programs.greedy if isinstance(sampling, GreedyInputs) else self.programs.sample
 
     def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         request = self.requests[request_id]
@@ -260,7 +258,8 @@ class PagedRuntime:
             token, float(sampled.logprob[index]), tuple(TokenLogprob(*entry) for entry in top if entry[0] >= 0)
         )
 
-    def _shape_of(self, plan: StepPlan) -> StepShape:
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The shape that a step is padded to."""
         return self.buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max()))
 
     def _check(self, plan: StepPlan) -> None:

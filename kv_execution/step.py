@@ -100,13 +100,14 @@ class GreedyResult(NamedTuple):
 class StepPrograms(NamedTuple):
     """The jitted functions of (params, DeviceState, ForwardInputs) to ForwardResult, and of (logits, SamplerState,
     SamplingInputs, ConstrainedInputs or GreedyInputs) to SampleResult or GreedyResult; `pool` of (params, DeviceState,
-    ForwardInputs, weights [tokens] f32, sums [rows of the engine, hidden] f32) to PoolResult. States and sums are
-    donated.
+    ForwardInputs, weights [tokens] f32, sums [rows of the engine, hidden] f32) to PoolResult; `classify` of (params,
+    sums) to scores [rows of the engine, labels] f32. States are donated, and by `pool` sums.
     """
 
     forward: jax.stages.Wrapped
     score: jax.stages.Wrapped
     pool: jax.stages.Wrapped
+    classify: jax.stages.Wrapped
     sample: jax.stages.Wrapped
     constrained: jax.stages.Wrapped
     greedy: jax.stages.Wrapped
@@ -198,6 +199,10 @@ def build_step_programs(
         weighted = jnp.where(weights[:, None] == 0, 0, hidden * weights[:, None])
         return PoolResult(state._replace(pools=pools), sums.at[inputs.token_rows].add(weighted, mode="drop"))
 
+    def classify(params: Any, sums: jax.Array) -> Any:
+        on_trace()
+        return model.classify(params, sums)
+
     def sample_rows(logits: jax.Array, state: SamplerState, inputs: SamplingInputs) -> SampleResult:
         on_trace()
         sampled = sample(logits, inputs, state)
@@ -219,6 +224,7 @@ def build_step_programs(
         forward=jax.jit(forward, donate_argnums=1, out_shardings=forward_shardings),
         score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
         pool=jax.jit(pool, donate_argnums=(1, 4), out_shardings=pool_shardings),
+        classify=jax.jit(classify, out_shardings=sample_shardings),
         sample=jax.jit(sample_rows, donate_argnums=1, out_shardings=sample_shardings),
         constrained=jax.jit(constrained_rows, donate_argnums=1, out_shardings=sample_shardings),
         greedy=jax.jit(greedy_rows, donate_argnums=1, out_shardings=sample_shardings),
