@@ -96,13 +96,15 @@ def encode_chat(
     model: "LoadedModel", messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
     """Token ids of a conversation in the model's chat template, up to where its answer begins; `tools` are those that
-    the answer may call.
+    the answer may call. See `models.encode_messages` for what keeps messages from being more than text.
 
     Raises PromptOptionError where the model has no template, ChatTemplateError where it refuses the messages.
     """
+    from models import encode_messages
+
     check_can_chat(model)
     assert model.chat_template is not None
-    return tokenizer_of(model).encode(model.chat_template.render(messages, tools=tools), add_special=False)
+    return encode_messages(model.chat_template, tokenizer_of(model), messages, tools)
 
 
 def encode_prompts(

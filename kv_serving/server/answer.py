@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kv_serving.server.endings import DeadlineError
 from kv_serving.server.engine_loop import EngineLoop
-from kv_serving.server.errors import api_error_of
+from kv_serving.server.errors import ApiError, api_error_of
+from kv_serving.server.grammars import GrammarError
 from kv_serving.server.limits import Concurrency
 from kv_serving.server.request_group import ChoiceToken, EventChannel, Failure, PromptScores, RequestGroup, ScoredToken
 from kv_serving.server.server_metrics import ServerMetrics
@@ -129,9 +130,7 @@ class Answer:
                 changed: dict[int, _Choice] = {}
                 for event in await self._channel.take():
                     if isinstance(event, Failure):
-                        error = api_error_of(event.error)
-                        self._error = error.code
-                        raise error from event.error
+                        raise self._failed(event.error) from event.error
                     if isinstance(event, PromptScores):
                         changed |= self._scored(event)
                         continue
@@ -143,6 +142,11 @@ class Answer:
                 for number, choice in changed.items():
                     if choice.text or choice.assembly.finish_reason is not None:
                         yield self._piece(number, choice)
+
+    def _failed(self, error: Exception) -> ApiError:
+        told = api_error_of(error)
+        self._error = told.code
+        return told
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -160,7 +164,7 @@ class Answer:
     def _accept(self, choice: _Choice, event: ChoiceToken) -> None:
         output = event.output
         if output.token is None and choice.assembly.num_tokens == 0:
-            raise api_error_of(DeadlineError("the request ran out of time before its first token"))
+            raise self._failed(DeadlineError("the request ran out of time before its first token"))
         choice.accept(output)
         if event.choice == min(choice.group.choices):  # the others share its prompt
             self._cached_tokens[id(choice.group)] = output.cached_tokens
@@ -188,6 +192,9 @@ class Answer:
         reason, stop_reason = assembly.finish_reason, assembly.stopped_by
         if reason is not None:
             del self._open[number]
+            constraint = choice.group.constraints.get(number)
+            if constraint is not None and constraint.failure is not None:
+                raise self._failed(GrammarError(f"the form is too much to keep to ({constraint.failure}): simplify it"))
             if reason == "deadline":  # for which OpenAI's API has no word
                 reason, stop_reason = "length", "deadline"
             self._finish_reasons.append(reason)

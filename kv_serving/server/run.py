@@ -176,27 +176,28 @@ def open_context(
 
     `on_state` is called on the loop, `after_step` on the engine's thread, before the first step too.
     """
-    done: list[Loaded] = []
+    made: list[Service] = []
 
     def on_engine_state(state: EngineState) -> None:
         if state is EngineState.READY:
-            service = Service(
-                name=settings.name,
-                model=done[0].model,
-                plan=engine.plan,
-                engine=engine,
-                limits=settings.limits,
-                metrics=context.metrics,
-                adapters=done[0].engine.adapters.names,
-                pooling=settings.pooling,
-            )
-            context.serve(service)
+            context.serve(made[0])
             logger.info("ready", extra={"fields": {"model": settings.name}})
         on_state(state)
 
     def load_engine() -> "PagedEngine":
-        done.append(load())
-        return done[0].engine
+        loaded = load()
+        service = Service(
+            name=settings.name,
+            model=loaded.model,
+            plan=loaded.engine.describe(),
+            engine=engine,
+            limits=settings.limits,
+            metrics=context.metrics,
+            adapters=loaded.engine.adapters.names,
+            pooling=settings.pooling,
+        )
+        made.append(service)
+        return loaded.engine
 
     engine = EngineLoop(asyncio.get_running_loop(), on_engine_state, after_step)
     metrics = ServerMetrics(lambda: engine.snapshot)
