@@ -25,6 +25,7 @@ from kv_execution.runtime import PagedRuntime
 from kv_serving import cli
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.completion_protocol import CompletionRequest
+from kv_serving.server.guard import OPEN_PATHS
 from kv_serving.server.limits import Limits
 from kv_serving.server.request_group import EventChannel
 from kv_serving.server.run import Loaded, ServerSettings, serve
@@ -265,6 +266,29 @@ def test_only_a_known_key_is_let_in_and_keys_share_no_cache(tmp_path: Path) -> N
         with contextlib.suppress(httpx.TransportError):  # the server does not read to the end
             assert case.http.get("/version", headers=flood).status_code == 400
         assert case.http.get("/version").status_code == 200
+
+
+def test_what_needs_no_key_tells_nothing_of_a_request_or_a_tenant(tmp_path: Path) -> None:
+    keys = ApiKeys(["alphakey"])
+    with running_server(tmp_path, api_keys=keys) as case:
+        secrets = [
+            "alphakey",
+            "saltysalt",
+            "unspeakable",
+            "requestname",
+            "someuser",
+            keys.tenant_of(b"Bearer alphakey"),
+        ]
+        headers = {"authorization": "Bearer alphakey", "x-request-id": "requestname"}
+        asked = {"cache_salt": "saltysalt", "user": "someuser", "prompt": "unspeakable", "max_tokens": 2}
+        case.post("/v1/completions", headers=headers, **asked)
+        case.post("/v1/unspeakable", 404, headers=headers)
+        for path in sorted(OPEN_PATHS):
+            response = case.http.get(path)
+            assert response.status_code == 200
+            assert not [secret for secret in secrets if secret in response.text]
+        assert len(OPEN_PATHS) == 6
+        assert case.http.get("/openapi.json").status_code == 401
 
 
 def test_an_engine_that_cannot_go_on_fails_whoever_waits_and_ends_the_server(
