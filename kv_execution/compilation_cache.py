@@ -33,7 +33,9 @@ def default_cache_folder() -> Path:
         base = "~/Library/Caches"
     else:
         base = "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(base)) / "jaxkv" / "compilation"
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative one is to be ignored, says its specification.
+    return Path(chosen if os.path.isabs(chosen) else os.path.expanduser(base)) / "jaxkv" / "compilation"
 
 
 def use_compilation_cache() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kv_common.errors import JaxkvError
 from kv_serving.byte_size import parse_byte_size
-from kv_serving.session import default_name, open_model, start_engine
+from kv_serving.session import check_adapters, default_name, open_model, start_engine
 
 
 class MissingExtraError(JaxkvError):
@@ -102,6 +102,7 @@ def serve(
         _require("serve,otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     name = served_name or default_name(model)
     adapters = _adapters(name, adapter or ())
+    check_adapters(adapters.values())
     config = EngineConfig(
         max_adapters=len(adapters),
         max_adapter_rank=max_adapter_rank,

@@ -6,7 +6,7 @@ option answer at once. Everything a user can get wrong raises a JaxkvError.
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,15 @@ def make_job(
     from models import StreamDecoder
 
     return Job(token_ids, params, TextAssembly(StreamDecoder(tokenizer_of(model)), StopStrings(stops)), adapter)
+
+
+def check_adapters(directories: Iterable[str]) -> None:
+    """Raises AdapterError for a directory without an adapter, before the model is loaded for it."""
+    if directories := list(directories):
+        from models.lora import check_files
+
+        for directory in directories:
+            check_files(directory)
 
 
 def adapter_of_each(prompts: Sequence[str], adapters: Sequence[str]) -> Sequence[str | None]:
