@@ -27,18 +27,18 @@ from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.drivers import Drivers, drivers_of
 from kv_execution.embedding import SCORES
 from kv_execution.engine_values import EnginePlan, EngineStats, allocation_line, engine_stats, namespace_of
-from kv_execution.held_requests import PrefillResult
+from kv_execution.held_requests import PrefillResult, TokenIds
 from kv_execution.needed_shapes import shapes_needed
 from kv_execution.planning import plan_for, scheduler_for
 from kv_execution.processes import agreed_clock, seed_source
 from kv_execution.prompt_programs import CompileBeside
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import GenerationResult, TokenOutput
-from kv_execution.runtime import PagedRuntime, samplers_for
+from kv_execution.runtime import PagedRuntime
+from kv_execution.sampler_programs import samplers_for
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 
-TokenIds = Sequence[int] | NDArray[np.integer]
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +89,7 @@ class PagedEngine:
         return EnginePlan(
             spec=self.model.spec,
             layout=self._layout,
-            max_context=self._buckets.max_context,
+            max_context=self._planned.max_context,
             shapes=self._buckets.reachable(),
             platform=self._planned.platform,
             provider=self._planned.chosen.provider.name,

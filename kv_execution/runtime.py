@@ -22,10 +22,11 @@ from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.processes import PeerLostError
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
+from kv_execution.sampler_programs import choose_tokens, compile_sampler
 from kv_execution.sampler_state import empty_sampler_state, set_request
-from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, StepSampling
+from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, StepSampling
 from kv_execution.sampling_table import SamplingTable
-from kv_execution.step import DeviceState, GreedyResult, SampleResult, StepPrograms
+from kv_execution.step import DeviceState, GreedyResult, StepPrograms
 from kv_execution.step_inputs import StepInputs
 from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.provider import KernelProvider
@@ -57,12 +58,6 @@ class RuntimeCounters:
         self.copied_pages = 0
         self.peak_pages_in_use = 0
         self.shapes: set[StepShape] = set()
-
-
-def samplers_for(plain: Collection[bool], constrained: bool) -> tuple[type[StepSampling], ...]:
-    """The kinds of inputs of steps that are `plain` (see SamplingParams), that are not, or both."""
-    kinds: list[type[StepSampling]] = [GreedyInputs if each else SamplingInputs for each in plain]
-    return (*kinds, ConstrainedInputs) if constrained else tuple(kinds)
 
 
 class PagedRuntime:
@@ -160,7 +155,7 @@ class PagedRuntime:
                 logits = forward.out_info.logits
                 for kind in samplers:
                     sampling = self._table.padding(shape.rows, kind)
-                    self._sampler(sampling).lower(logits, self.state.sampler, sampling).compile()
+                    compile_sampler(self.programs, logits, self.state.sampler, sampling)
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
@@ -202,7 +197,7 @@ class PagedRuntime:
         """Start the sampler of a step whose network was started."""
         sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, logits.shape[0])
         with self._reporting_first(logits.shape[0], type(sampling)):
-            chosen: GreedyResult | SampleResult = self._sampler(sampling)(logits, self.state.sampler, sampling)
+            chosen = choose_tokens(self.programs, logits, self.state.sampler, sampling)
         self.state = self.state._replace(sampler=chosen.state)
         return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
 
@@ -242,11 +237,6 @@ class PagedRuntime:
         first = program not in self._ran
         self._ran.add(program)
         return reporting_cache_faults() if first else contextlib.nullcontext()
-
-    def _sampler(self, sampling: StepSampling) -> jax.stages.Wrapped:
-        if isinstance(sampling, ConstrainedInputs):
-            return self.programs.constrained
-        return self.programs.greedy if isinstance(sampling, GreedyInputs) else self.programs.sample
 
     def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         request = self.requests[request_id]

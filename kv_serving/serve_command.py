@@ -17,6 +17,10 @@ class MissingExtraError(JaxkvError):
     """The libraries of the server are not installed."""
 
 
+class OneProcessError(JaxkvError):
+    """A server that is to be spread over several processes."""
+
+
 class AdapterOptionError(JaxkvError):
     """An adapter that is not given as NAME=DIRECTORY, or whose name another one has."""
 
@@ -80,12 +84,18 @@ def serve(
         int | None, typer.Option(help="Scale up to so many. [default: as many as replicas]")
     ] = None,
     target_requests: Annotated[float, typer.Option(help="Requests of one replica that scaling aims at.")] = 16,
+    coordinator: Annotated[str | None, typer.Option(envvar="JAXKV_COORDINATOR", hidden=True)] = None,
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Send OpenTelemetry traces there, by OTLP over HTTP.")
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
+    if coordinator is not None:
+        raise OneProcessError(
+            f"--coordinator {coordinator}: a server is one process, whose clients come to it alone; use --tp over the "
+            "devices of this machine, or --replicas"
+        )
     require_extra()
     from kv_execution import EngineConfig
     from kv_execution.embedding import check_pooling

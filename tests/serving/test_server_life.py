@@ -197,6 +197,17 @@ def test_two_models_of_one_name_are_refused(
     assert "choose another name" in capsys.readouterr().err
 
 
+def test_a_group_of_processes_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.run(["serve", "nowhere", "--tp", "2", "--coordinator", "host:7777"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("jaxkv: --coordinator host:7777: a server is one process")
+    monkeypatch.setenv("JAXKV_COORDINATOR", "host:7777")
+    assert cli.run(["serve", "nowhere"]) == 2
+    assert capsys.readouterr().err == told
+
+
 def test_clients_call_a_model_by_its_own_name_without_folders(tmp_path: Path) -> None:
     assert default_name(f"{tmp_path}/") == tmp_path.name
     assert default_name("owner/name") == "owner/name"
