@@ -9,6 +9,7 @@ import gc
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -30,6 +31,7 @@ from kv_serving.session import (
     PromptOptionError,
     SamplingOptions,
     adapter_of_each,
+    check_adapters,
     check_can_chat,
     config_for_jobs,
     encode_prompts,
@@ -130,6 +132,7 @@ def generate(
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each prompt")
     pool_bytes = parse_byte_size(kv_pool_bytes)
     adapters = adapter_of_each(prompt, adapter or ())
+    check_adapters(adapter or ())
     speaks = process_options.join(coordinator, num_processes, process_id, tensor_parallel, peer_timeout)
     progress = Console(stderr=True, quiet=not speaks)
     loaded = open_model(model, dtype, progress, tensor_parallel, max_context)
@@ -214,20 +217,17 @@ def embed(
     """Print a vector of length 1 for each text, as a line of JSON; of a classifier, its scores as well."""
     from kv_execution import EngineConfig
 
-    config = EngineConfig(
-        kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page, prefix_cache=False
-    )
+    pool_bytes = parse_byte_size(kv_pool_bytes)
+    config = EngineConfig(kv_pool_bytes=pool_bytes, tokens_per_page=tokens_per_page, prefix_cache=False)
     if not prompt:
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each text")
     loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel, max_context)
     token_ids = encode_prompts(loaded, prompt, False, None)
     engine = start_engine(loaded, config, Console(stderr=True), warm_up=False)
     vectors = engine.embed(token_ids, pooling=pooling).tolist()
-    lines = [{"prompt": text, "embedding": vector} for text, vector in zip(prompt, vectors, strict=True)]
-    if loaded.spec.num_labels:
-        for line, scores in zip(lines, engine.classify(token_ids).tolist(), strict=True):
-            line["scores"] = scores
-    for line in lines:
+    scores = engine.classify(token_ids).tolist() if loaded.spec.num_labels else [None] * len(prompt)
+    for text, vector, own in zip(prompt, vectors, scores, strict=True):
+        line = {"prompt": text, "embedding": vector, **({} if own is None else {"scores": own})}
         print(json.dumps(line, ensure_ascii=False))
 
 
@@ -255,8 +255,7 @@ app.command()(quantize_command.quantize)
 
 
 def _read_line() -> str:
-    # The prompt is for people; a piped conversation has none in its output.
-    return input("> " if sys.stdin.isatty() else "")
+    return input("> " if sys.stdin.isatty() else "")  # a piped conversation has no prompt in its output
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -264,9 +263,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character shows `?`, not a traceback.
         sys.stdout.reconfigure(errors="replace")
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return int(app(args=arguments or ["--help"], prog_name="jaxkv", standalone_mode=False) or 0)
+        args = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+        return int(app(args=args, prog_name="jaxkv", standalone_mode=False) or 0)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except typer.TyperException as error:
@@ -284,7 +283,9 @@ def _complain(message: str) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script, once everything is imported."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see console_script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Until the engine is ready, nearly all that is made stays; looking through it over and over takes a quarter of the
     # time of the imports.
     gc.disable()

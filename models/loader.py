@@ -59,7 +59,7 @@ class LoadedModel:
 
     params: nested dicts of device arrays and weights, the first argument of `forward`.
     tokenizer, chat_template: None where the source has none. tensor_mesh: what the parameters are spread over; None
-    for one device.
+    for one device. labels: names of the scores of a classifier.
     """
 
     spec: ModelSpec
@@ -69,6 +69,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
     tensor_mesh: TensorMesh | None = None
+    labels: tuple[str, ...] = ()
 
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
@@ -152,9 +153,7 @@ def load_model(
     `kv_head_shard` and `kv_head_replica`; an engine follows it. Said here, parameters go to their devices as they are
     read, and a model that no single device could hold never has to be on one; said to the engine, they are copied.
 
-    Raises:
-        CheckpointError, ContextError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError: one
-            line each, see those.
+    Raises CheckpointError, ContextError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError.
     """
     if not isinstance(source, (str, Path)) or not str(source):
         raise CheckpointError(
@@ -189,7 +188,8 @@ def _load_directory(directory: Path, name: str, wanted: _Wanted) -> LoadedModel:
     quantization = raw.pop("quantization_config", None)
     stated = family.read_config(raw)
     labels = labels_of(raw, family, tied=stated.tied_embeddings)
-    config = fit_context(dataclasses.replace(stated, num_labels=labels), wanted.max_context, name)
+    num_labels = None if labels is None else len(labels)
+    config = fit_context(dataclasses.replace(stated, num_labels=num_labels), wanted.max_context, name)
     decoder = Decoder(config, wanted.dtype)
     checkpoint = open_checkpoint(directory, quantization)
     names = family.hf_names_in(checkpoint.names)
@@ -210,7 +210,7 @@ def _load_directory(directory: Path, name: str, wanted: _Wanted) -> LoadedModel:
     tokenizer = tokenizer_from_directory(directory)
     generation = generation_from_directory(directory, raw)
     template = template_from_directory(directory, tokenizer)
-    return _finish(name, decoder, params, mesh, tokenizer, template, generation)
+    return _finish(name, decoder, params, mesh, tokenizer, template, generation, labels or ())
 
 
 def _load_gguf(path: Path, wanted: _Wanted) -> LoadedModel:
@@ -251,6 +251,7 @@ def _finish(
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     generation: GenerationDefaults,
+    labels: tuple[str, ...] = (),
 ) -> LoadedModel:
     config = decoder.config
     if tokenizer is not None and tokenizer.plain_vocab_size > config.vocab_size:
@@ -286,7 +287,7 @@ def _finish(
     logger.info(
         "%s: %d parameters in %d bytes, %s compute", name, spec.num_parameters, spec.parameter_bytes, spec.dtype
     )
-    return LoadedModel(spec, params, decoder, tokenizer, template, generation, mesh)
+    return LoadedModel(spec, params, decoder, tokenizer, template, generation, mesh, labels)
 
 
 def _download(repository: str) -> Path:

@@ -23,9 +23,9 @@ class _Droppable(Checkpoint, Protocol):
     def drop(self, name: str) -> None: ...
 
 
-def labels_of(raw: dict[str, Any], family: Family, *, tied: bool) -> int | None:
-    """How many labels config.json's architecture gives a sequence; 0 where it has no head at all, None where it
-    generates text, with a matrix of its own or the embedding where they are `tied`.
+def labels_of(raw: dict[str, Any], family: Family, *, tied: bool) -> tuple[str, ...] | None:
+    """The names of the labels that config.json's architecture gives a sequence; none where it has no head at all, and
+    None where it generates text, with a matrix of its own or the embedding where they are `tied`.
 
     Raises UnsupportedModelError: it does none of these, or for another family.
     """
@@ -40,12 +40,13 @@ def labels_of(raw: dict[str, Any], family: Family, *, tied: bool) -> int | None:
             "text generation model, or a sequence classifier of this family"
         )
     if any(str(each) in headless for each in stated):
-        return None if tied else 0
+        return None if tied else ()
     if not any(str(each) in classifiers for each in stated):
         return None
     labels = raw.get("id2label")
     # Configurations leave out what is the default of two.
-    return len(labels) if isinstance(labels, dict) and labels else 2
+    labels = labels if isinstance(labels, dict) and labels else {"0": "LABEL_0", "1": "LABEL_1"}
+    return tuple(str(labels.get(str(number), f"LABEL_{number}")) for number in range(len(labels)))
 
 
 def drop_tied_copy(checkpoint: _Droppable, names: Mapping[str, str]) -> None:
