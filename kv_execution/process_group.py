@@ -84,20 +84,30 @@ class ProcessGroup:
         sys.excepthook = show_and_end
 
     def _watch(self, peer: int, line: socket.socket) -> None:
-        line.settimeout(self._timeout_s)
-        try:
-            while received := line.recv(64):
-                if _GOODBYE in received:
-                    return
-            reason = "has ended"
-        except TimeoutError:
-            reason = f"has not been heard of for {self._timeout_s:g} s"
-        except OSError as error:
-            reason = f"cannot be reached ({error.strerror})"
-        if not self._left.is_set():
+        reason = self._why_lost(line)
+        if reason is not None and not self._left.is_set():
             self.end(
                 f"process {peer} {reason}, and process {self.process_id} cannot go on alone: start all of them again"
             )
+
+    def _why_lost(self, line: socket.socket) -> str | None:
+        """Wait for the end of a lifeline, and say what it means; None for a goodbye."""
+        line.settimeout(self._timeout_s / BEATS_PER_TIMEOUT)
+        missed = 0
+        while missed < BEATS_PER_TIMEOUT:  # beat by beat: a pause of the whole machine, however long, costs one
+            try:
+                received = line.recv(64)
+            except TimeoutError:
+                missed += 1
+                continue
+            except OSError as error:
+                return f"cannot be reached ({error.strerror})"
+            if not received:
+                return "has ended"
+            if _GOODBYE in received:
+                return None
+            missed = 0
+        return f"has not been heard of for {self._timeout_s:g} s"
 
     def _beat(self) -> None:
         while not self._left.wait(self._timeout_s / BEATS_PER_TIMEOUT):

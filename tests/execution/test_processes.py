@@ -152,6 +152,29 @@ def test_a_peer_that_is_silent_is_noticed_and_one_that_beats_is_not(lifeline):
     ]
 
 
+def test_a_pause_of_everything_is_not_taken_for_silence():
+    class Paused:
+        """A line on which each wait ends without a beat three times running, as after a pause, and then with one."""
+
+        def __init__(self) -> None:
+            self.answers = [*[TimeoutError, TimeoutError, TimeoutError, b"."] * 3, b"q"]
+
+        def settimeout(self, timeout_s: float) -> None:
+            assert timeout_s == 15
+
+        def recv(self, size: int) -> bytes:
+            answer = self.answers.pop(0)
+            if answer is TimeoutError:
+                raise answer
+            return answer
+
+    line = Paused()
+    group = ProcessGroup(0, 2, {}, timeout_s=60)
+    assert group._why_lost(line) is None
+    assert line.answers == []
+    group.leave()
+
+
 def test_a_peer_that_says_goodbye_is_not_missed(lifeline):
     _, theirs, ended, happened = lifeline
     theirs.sendall(b".q")
