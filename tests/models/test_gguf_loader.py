@@ -121,7 +121,7 @@ def test_what_is_not_implemented_is_refused_by_name(golden: Path, tmp_path: Path
 
 def test_an_unknown_architecture_is_refused_by_name(golden: Path, tmp_path: Path) -> None:
     path = write_gguf(golden / "llama", tmp_path / "model.gguf", architecture="mamba")
-    assert "model.gguf is of architecture 'mamba', implemented are gemma2" in refusal_of(path)
+    assert "model.gguf is of architecture 'mamba', implemented are arcee, gemma2" in refusal_of(path)
 
 
 def test_an_unsupported_storage_type_is_refused_with_the_remedy(golden: Path, tmp_path: Path) -> None:
