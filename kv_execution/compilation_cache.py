@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,9 @@ def default_cache_folder() -> Path:
         base = "~/Library/Caches"
     else:
         base = "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(base)) / "jaxkv" / "compilation"
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative one is to be ignored, says its specification.
+    return Path(chosen if os.path.isabs(chosen) else os.path.expanduser(base)) / "jaxkv" / "compilation"
 
 
 def use_compilation_cache() -> None:
@@ -59,11 +62,43 @@ def _setting(name: str) -> Any:
     return getattr(jax.config, name)
 
 
+class _Catcher:
+    """Records the warnings of several threads, each of which may begin and end when it likes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._caught: list[warnings.WarningMessage] = []
+        self._undo = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[warnings.WarningMessage]]:
+        """Yields a list, which has what came when all are out; so it has nothing where others are still inside."""
+        ended: list[warnings.WarningMessage] = []
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._caught = self._undo.enter_context(warnings.catch_warnings(record=True))
+                warnings.simplefilter("always")
+        try:
+            yield ended
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._undo.close()
+                    ended += self._caught
+
+
+_catcher = _Catcher()
+
+
 @contextlib.contextmanager
 def reporting_cache_faults() -> Iterator[None]:
-    """Around whatever may compile: jax's warnings about the cache become one line, and what was damaged is deleted."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    """Around whatever may compile, on any thread: jax's warnings about the cache become one line, and what was damaged
+    is deleted.
+    """
+    with _catcher.recording() as caught:
         yield
     programs = set()
     for warning in caught:

@@ -6,7 +6,8 @@ added up in the order of its tokens; neighbours and chunks change it by rounding
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,19 @@ from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
 from kv_common.model_spec import ModelSpec
+from kv_control.buckets import StepShape
 from kv_control.request_map import RequestHandle
 from kv_control.step_plan import StepPlan
+from kv_execution.batcher import checked_prompt
+from kv_execution.held_requests import TokenIds
+from kv_execution.prompt_programs import CompileBeside, PromptPrograms
 from kv_execution.runtime import PagedRuntime
 
 POOLINGS = ("mean", "last", "cls")
 """The mean over all tokens, the last token, or the first."""
+
+SCORES = "scores"
+"""What a classifier makes of the last token, in the place of a vector."""
 
 
 class EmbeddingError(JaxkvError):
@@ -30,24 +38,48 @@ class EmbeddingError(JaxkvError):
 class Embedder:
     """Pools the hidden states of one runtime's model."""
 
-    def __init__(self, runtime: PagedRuntime, spec: ModelSpec, request_ids: "itertools.count[int]") -> None:
+    def __init__(
+        self,
+        runtime: PagedRuntime,
+        spec: ModelSpec,
+        request_ids: "itertools.count[int]",
+        prompt_programs: PromptPrograms,
+    ) -> None:
         self._runtime = runtime
+        self._prompt_programs = prompt_programs
         self._spec = spec
         self._request_ids = request_ids
 
     def steps(
+        self,
+        prompts: Sequence[TokenIds],
+        pooling: str,
+        namespace: bytes,
+        adapter_slot: int,
+        normalize: bool,
+        beside: CompileBeside | None,
+    ) -> Iterator[NDArray[np.float32]]:
+        """One vector for each of `prompts` [tokens], in order and step by step: the vectors [n, hidden] f32 of those
+        that a step has ended, which are none for most, and for as long as a program compiles `beside`. For SCORES they
+        are [n, labels].
+
+        Raises PromptError and EmbeddingError, and with the steps what `HeldRequests.prefill` raises for a prompt that
+        does not fit; nothing is held then.
+        """
+        none = self.none(pooling)
+        checked = [checked_prompt(prompt, self._spec.vocab_size) for prompt in prompts]
+        return self._steps(checked, pooling, namespace, adapter_slot, normalize, beside, none)
+
+    def _steps(
         self,
         prompts: Sequence[NDArray[np.int32]],
         pooling: str,
         namespace: bytes,
         adapter_slot: int,
         normalize: bool,
+        beside: CompileBeside | None,
+        none: NDArray[np.float32],
     ) -> Iterator[NDArray[np.float32]]:
-        """One vector for each of `prompts` [tokens], in order and step by step: the vectors [n, hidden] f32 of those
-        that a step has ended, which are none for most.
-
-        Raises what `HeldRequests.prefill` raises for a prompt that does not fit; nothing is held then.
-        """
         done = 0
         while done < len(prompts):
             handles: list[RequestHandle] = []
@@ -56,8 +88,11 @@ class Embedder:
                 rows = np.array([handle.row for handle in handles])
                 sums = self._zeros()
                 while (going := self._unfinished(rows)).size:
-                    sums = self._pool(going, pooling, sums)
-                    yield np.zeros((0, self._spec.hidden_size), np.float32)
+                    added = self._prompt_programs.pool(going, partial(self._weights, pooling), sums, beside)
+                    sums = sums if added is None else added
+                    yield none
+                if pooling == SCORES:
+                    sums = self._runtime.programs.classify(self._runtime.params, sums)
                 vectors = np.asarray(sums)[rows]
             finally:
                 if not self._runtime.interrupted:
@@ -65,7 +100,23 @@ class Embedder:
                         self._runtime.scheduler.finish(handle.request_id)
             done += len(handles)
             # With nothing held, so that those who wait for a row get one.
-            yield normalized(vectors) if normalize else vectors
+            yield normalized(vectors) if normalize and pooling != SCORES else vectors
+
+    def warm_up(self, shapes: Sequence[StepShape], progress: Callable[[int, StepShape], None] | None) -> None:
+        """Compile what `steps` runs for SCORES, for steps of these shapes."""
+        for done, shape in enumerate(shapes):
+            if progress is not None:
+                progress(done, shape)
+            self._prompt_programs.compile_pool(shape, self._zeros())
+        np.asarray(self._runtime.programs.classify(self._runtime.params, self._zeros()))
+
+    def none(self, pooling: str) -> NDArray[np.float32]:
+        """The vectors of no prompts. Raises EmbeddingError for a pooling that there is not, or not for this model."""
+        if pooling == SCORES:
+            check_classifies(self._spec)
+            return np.zeros((0, self._spec.num_labels or 0), np.float32)
+        check_pooling(pooling)
+        return np.zeros((0, self._spec.hidden_size), np.float32)
 
     def _hold(
         self,
@@ -91,22 +142,16 @@ class Embedder:
         zeros = np.zeros((self._runtime.buckets.max_rows, self._spec.hidden_size), np.float32)
         return jax.device_put(zeros, jnp.asarray(self._runtime.state.sampler.history).sharding)
 
-    def _pool(self, rows: NDArray[np.int64], pooling: str, sums: jax.Array) -> jax.Array:
-        """One step of the held `rows` [n]: `sums` with what it adds to theirs."""
-        with self._runtime.step():
-            plan = self._runtime.scheduler.schedule_held(rows)
-            return self._runtime.pool(plan, self._weights(plan, pooling), sums)
-
     def _unfinished(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         running = self._runtime.scheduler.running
         return rows[running.kv_len[rows] < running.prompt_len[rows]]
 
-    def _weights(self, plan: StepPlan, pooling: str) -> NDArray[np.float32]:
+    def _weights(self, pooling: str, plan: StepPlan) -> NDArray[np.float32]:
         """What each token [tokens] of a step counts for in its row's sum."""
         lengths, positions = self._runtime.scheduler.running.prompt_len[plan.token_rows], plan.table.positions
         if pooling == "mean":
             return (1 / lengths).astype(np.float32)
-        return (positions == (lengths - 1 if pooling == "last" else 0)).astype(np.float32)
+        return (positions == (0 if pooling == "cls" else lengths - 1)).astype(np.float32)
 
 
 def check_pooling(pooling: str) -> None:

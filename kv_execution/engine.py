@@ -20,23 +20,25 @@ from kv_control.key_changes import KeyChanges
 from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_execution.adapters import AdapterChoice, Adapters
-from kv_execution.batcher import Batcher, check_generates, check_params, checked_prompt
+from kv_execution.batcher import Batcher, checked_prompt
 from kv_execution.bulk import generate_all
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
-from kv_execution.embedding import Embedder, check_classifies, check_pooling
+from kv_execution.drivers import Drivers, drivers_of
+from kv_execution.embedding import SCORES
 from kv_execution.engine_values import EnginePlan, EngineStats, allocation_line, engine_stats, namespace_of
-from kv_execution.held_requests import HeldRequests, PrefillResult
+from kv_execution.held_requests import PrefillResult, TokenIds
 from kv_execution.needed_shapes import shapes_needed
 from kv_execution.planning import plan_for, scheduler_for
 from kv_execution.processes import agreed_clock, seed_source
+from kv_execution.prompt_programs import CompileBeside
 from kv_execution.protocols import CausalModel
 from kv_execution.requests import GenerationResult, TokenOutput
-from kv_execution.runtime import PagedRuntime, samplers_for
+from kv_execution.runtime import PagedRuntime
+from kv_execution.sampler_programs import samplers_for
 from kv_execution.sampling_params import SamplingParams
 from kv_execution.step import build_step_programs
 
-TokenIds = Sequence[int] | NDArray[np.integer]
 logger = logging.getLogger(__name__)
 
 
@@ -77,8 +79,7 @@ class PagedEngine:
             on_trace=self._count_trace,
         )
         self._runtime: PagedRuntime | None = None
-        self._batcher: Batcher | None = None
-        self._held: HeldRequests | None = None
+        self._drivers: Drivers | None = None
         self._request_ids = itertools.count()
         self._clock = agreed_clock(clock, model.tensor_mesh)
         self._draw_seed = seed_source(model.tensor_mesh)
@@ -88,7 +89,7 @@ class PagedEngine:
         return EnginePlan(
             spec=self.model.spec,
             layout=self._layout,
-            max_context=self._buckets.max_context,
+            max_context=self._planned.max_context,
             shapes=self._buckets.reachable(),
             platform=self._planned.platform,
             provider=self._planned.chosen.provider.name,
@@ -101,12 +102,12 @@ class PagedEngine:
         A second call starts afresh; what is compiled stays.
         """
         layout, config = self._layout, self.config
-        self._runtime = self._batcher = self._held = None  # the old pools go before the new ones come
+        self._runtime = self._drivers = None  # the old pools go before the new ones come
         self._runtime = PagedRuntime(
             self._params,
             self._planned.chosen.provider,
             self._programs,
-            scheduler_for(self._planned, self.model.spec, self.config),
+            scheduler_for(self._planned, self.model.spec, config),
             self._buckets,
             self.model.spec.vocab_size,
             mesh=self.model.tensor_mesh,
@@ -114,16 +115,15 @@ class PagedEngine:
             debug=config.debug,
         )
         self._namespace = namespace_of(self.model, layout, prefix_cache=config.prefix_cache)
-        self._batcher = Batcher(
+        self._drivers = drivers_of(
             self._runtime,
             self.model.spec,
-            self._namespace_of,
             self.adapters,
+            self._namespace_of,
             self._request_ids,
             clock=self._clock,
             draw_seed=self._draw_seed,
         )
-        self._held = HeldRequests(self._runtime, self.model.spec, self._request_ids, draw_seed=self._draw_seed)
         logger.info(allocation_line(layout, self._planned.chosen.provider.name))
         return self.describe()
 
@@ -137,8 +137,12 @@ class PagedEngine:
     ) -> tuple[StepShape, ...]:
         """Compile `shapes`, or every shape that a step can have, and return them; `progress(done, shape)` is called
         before each. `params` are all that will be used; without them, any may be. `constrained`: and constraints too.
+        Of a classifier, what `classify` needs.
         """
         shapes = self._buckets.reachable() if shapes is None else tuple(shapes)
+        if self.model.spec.num_labels is not None:
+            self._require_drivers().embedder.warm_up(shapes, progress)
+            return shapes
         plain = (True, False) if params is None else {each.is_plain for each in params}
         self._require_runtime().warm_up(shapes, progress, samplers=samplers_for(plain, constrained))
         return shapes
@@ -166,28 +170,23 @@ class PagedEngine:
         Raises PromptError, SamplingParamsError, AdapterNameError, RequestTooLargeError, NoFreeRowError, or
         OutOfPagesError; nothing is held then.
         """
-        held, params = self._require_held(), params or SamplingParams()
-        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        check_params(params, self.model.spec)
-        choice = self.adapters.choice(adapter)
-        return held.prefill(prompt, params, self._namespace_of(cache_salt, choice), choice.slot)
+        held, choice = self._require_drivers().held, self.adapters.choice(adapter)
+        return held.prefill(token_ids, params or SamplingParams(), self._namespace_of(cache_salt, choice), choice.slot)
 
     def generate_paged(self) -> dict[RequestHandle, TokenOutput]:
         """One more token for every held request that has not finished.
 
         Raises OutOfPagesError, with nothing changed, where their next tokens do not all fit: release a handle then.
         """
-        return self._require_held().generate()
+        return self._require_drivers().held.generate()
 
     def release(self, handle: RequestHandle) -> None:
         """Free a held request's row and pages. Raises StaleHandleError where it was released before."""
-        self._require_held().release(handle)
+        self._require_drivers().held.release(handle)
 
     def batcher(self) -> Batcher:
         """The engine's queue for continuous batching."""
-        self._require_runtime()
-        assert self._batcher is not None
-        return self._batcher
+        return self._require_drivers().batcher
 
     def generate(
         self,
@@ -211,8 +210,8 @@ class PagedEngine:
         `pooling`: "mean" of all tokens, "last" token, or first ("cls"). Compiles its own programs. Raises
         EmbeddingError for another, and what `prefill_paged` raises.
         """
-        parts = self.embed_steps(prompts, pooling=pooling, normalize=normalize, adapter=adapter)
-        return np.concatenate([np.zeros((0, self.model.spec.hidden_size), np.float32), *parts])
+        steps = self.embed_steps(prompts, pooling=pooling, normalize=normalize, adapter=adapter)
+        return np.concatenate([self._require_drivers().embedder.none(pooling), *steps])
 
     def embed_steps(
         self,
@@ -222,35 +221,36 @@ class PagedEngine:
         normalize: bool = True,
         cache_salt: str = "",
         adapter: str | None = None,
+        beside: CompileBeside | None = None,
     ) -> Iterator[NDArray[np.float32]]:
-        """`embed` step by step, in parts [prompts that have ended, hidden]; others may go on between two of them."""
-        check_pooling(pooling)
-        embedder = Embedder(self._require_runtime(), self.model.spec, self._request_ids)
-        checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
-        choice = self.adapters.choice(adapter)
-        return embedder.steps(checked, pooling, self._namespace_of(cache_salt, choice), choice.slot, normalize)
+        """`embed`, or for "scores" `classify`, step by step in parts [prompts that have ended, hidden or labels]; other
+        requests may go on between two. `beside`: compiles missing programs; parts are empty until they are there.
+        """
+        embedder, choice = self._require_drivers().embedder, self.adapters.choice(adapter)
+        return embedder.steps(prompts, pooling, self._namespace_of(cache_salt, choice), choice.slot, normalize, beside)
 
     def classify(self, prompts: Sequence[TokenIds], *, adapter: str | None = None) -> NDArray[np.float32]:
         """A classifier's or reward model's scores of each prompt, by its last token: [prompts, labels] f32, unscaled.
 
         Raises EmbeddingError for a model without such a head, and what `embed` raises.
         """
-        check_classifies(self.model.spec)
-        pooled = self.embed(prompts, pooling="last", normalize=False, adapter=adapter)
-        return np.asarray(self.model.classify(self.model.params, pooled))
+        return self.embed(prompts, pooling=SCORES, adapter=adapter)
 
     def score(self, token_ids: TokenIds, *, adapter: str | None = None) -> NDArray[np.float32]:
         """Log-probabilities [tokens, vocab] of what follows each token. Raises what `prefill_paged` raises."""
         return np.concatenate(list(self.score_steps(token_ids, adapter=adapter)))
 
     def score_steps(
-        self, token_ids: TokenIds, *, cache_salt: str = "", adapter: str | None = None
+        self,
+        token_ids: TokenIds,
+        *,
+        cache_salt: str = "",
+        adapter: str | None = None,
+        beside: CompileBeside | None = None,
     ) -> Iterator[NDArray[np.float32]]:
-        """`score` step by step, in parts [tokens of the step, vocab]; other requests may go on between two of them."""
-        held, choice = self._require_held(), self.adapters.choice(adapter)
-        check_generates(self.model.spec)
-        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        return held.score(prompt, self._namespace_of(cache_salt, choice), choice.slot)
+        """`score` step by step, in parts [tokens of the step, vocab]; see `embed_steps`."""
+        held, choice = self._require_drivers().held, self.adapters.choice(adapter)
+        return held.score(token_ids, self._namespace_of(cache_salt, choice), choice.slot, beside)
 
     def stats(self) -> EngineStats:
         """Counts of the running engine."""
@@ -294,7 +294,7 @@ class PagedEngine:
         self._runtime.require_sound()
         return self._runtime
 
-    def _require_held(self) -> HeldRequests:
+    def _require_drivers(self) -> Drivers:
         self._require_runtime()
-        assert self._held is not None
-        return self._held
+        assert self._drivers is not None
+        return self._drivers

@@ -6,7 +6,7 @@ are never preempted.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 
 from kv_common.model_spec import ModelSpec
 from kv_control.request_map import RequestHandle, StaleHandleError
+from kv_execution.batcher import check_generates, check_params, checked_prompt
+from kv_execution.prompt_programs import CompileBeside, PromptPrograms
 from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput, make_request
 from kv_execution.runtime import PagedRuntime
 from kv_execution.sampling_params import SamplingParams
+
+TokenIds = Sequence[int] | NDArray[np.integer]
 
 
 class PrefillResult(NamedTuple):
@@ -41,23 +45,28 @@ class HeldRequests:
         runtime: PagedRuntime,
         spec: ModelSpec,
         request_ids: "itertools.count[int]",
+        prompt_programs: PromptPrograms,
         *,
         draw_seed: Callable[[], int],
     ) -> None:
         self._runtime = runtime
+        self._prompt_programs = prompt_programs
         self._spec = spec
         self._draw_seed = draw_seed
         self._request_ids = request_ids
         self._held: dict[int, RequestHandle] = {}
 
     def prefill(
-        self, prompt: NDArray[np.int32], params: SamplingParams, namespace: bytes, adapter_slot: int
+        self, token_ids: TokenIds, params: SamplingParams, namespace: bytes, adapter_slot: int
     ) -> PrefillResult:
-        """Hold a request of `prompt` [tokens] and compute its first token.
+        """Hold a request of a prompt and compute its first token.
 
-        Raises RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is held then.
+        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
+        held then.
         """
         runtime = self._runtime
+        prompt = checked_prompt(token_ids, self._spec.vocab_size)
+        check_params(params, self._spec)
         request_id = next(self._request_ids)
         handle = runtime.scheduler.hold(request_id, prompt, max_new_tokens=params.max_tokens, namespace=namespace)
         total = int(runtime.scheduler.running.max_tokens_total[handle.row])
@@ -95,10 +104,18 @@ class HeldRequests:
         self._runtime.scheduler.residency.request_map.row_of(handle)
         self._discard(handle)
 
-    def score(self, prompt: NDArray[np.int32], namespace: bytes, adapter_slot: int) -> Iterator[NDArray[np.float32]]:
-        """Log-probabilities of what follows each token of `prompt` [tokens], step by step in parts [tokens, vocab];
-        raises what `prefill` raises.
+    def score(
+        self, token_ids: TokenIds, namespace: bytes, adapter_slot: int, beside: CompileBeside | None
+    ) -> Iterator[NDArray[np.float32]]:
+        """Log-probabilities of what follows each token of a prompt, step by step in parts [tokens, vocab], which are
+        empty while a program compiles `beside`. Raises what `prefill` raises.
         """
+        check_generates(self._spec)
+        return self._score(checked_prompt(token_ids, self._spec.vocab_size), namespace, adapter_slot, beside)
+
+    def _score(
+        self, prompt: NDArray[np.int32], namespace: bytes, adapter_slot: int, beside: CompileBeside | None
+    ) -> Iterator[NDArray[np.float32]]:
         runtime = self._runtime
         # Every token has to be computed for its logits, so nothing is taken from the cache.
         handle = runtime.scheduler.hold(
@@ -108,9 +125,8 @@ class HeldRequests:
             runtime.begin(handle.row, adapter_slot=adapter_slot)
             rows = np.array([handle.row])
             while runtime.scheduler.running.kv_len[handle.row] < len(prompt):
-                with runtime.step():
-                    part = runtime.score(runtime.scheduler.schedule_held(rows))
-                yield part
+                part = self._prompt_programs.score(rows, beside)
+                yield np.zeros((0, self._spec.vocab_size), np.float32) if part is None else part
         finally:
             if not runtime.interrupted:
                 runtime.scheduler.finish(handle.request_id)

@@ -16,6 +16,7 @@ class Planned(NamedTuple):
     """Decided once, when an engine is made."""
 
     layout: KvStorageLayoutV1
+    max_context: int
     buckets: ShapeBuckets
     platform: str
     chosen: ChosenProvider
@@ -53,8 +54,11 @@ def plan_for(model: CausalModel, config: EngineConfig) -> Planned:
         window=spec.attention_window,
         soft_cap=spec.attention_soft_cap,
     )
-    buckets = ShapeBuckets(config.max_requests, config.max_step_tokens, config.max_context or spec.max_context)
-    return Planned(layout, buckets, needs.platform, choose_provider(needs, config.provider))
+    max_context = config.max_context or spec.max_context
+    # No request is longer than the pool, but where pages behind a window are given back.
+    longest = max_context if spec.attention_reach else min(max_context, layout.usable_tokens + 1)
+    buckets = ShapeBuckets(config.max_requests, config.max_step_tokens, longest)
+    return Planned(layout, max_context, buckets, needs.platform, choose_provider(needs, config.provider))
 
 
 def scheduler_for(planned: Planned, spec: ModelSpec, config: EngineConfig) -> Scheduler:
@@ -63,7 +67,7 @@ def scheduler_for(planned: Planned, spec: ModelSpec, config: EngineConfig) -> Sc
         planned.layout,
         max_requests=config.max_requests,
         max_step_tokens=config.max_step_tokens,
-        max_context=planned.buckets.max_context,
+        max_context=planned.max_context,
         max_waiting=config.max_waiting,
         reach=spec.attention_reach,
         prefix_cache=config.prefix_cache,

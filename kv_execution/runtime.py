@@ -22,10 +22,11 @@ from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.processes import PeerLostError
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
+from kv_execution.sampler_programs import choose_tokens, compile_sampler
 from kv_execution.sampler_state import empty_sampler_state, set_request
-from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, StepSampling
+from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, StepSampling
 from kv_execution.sampling_table import SamplingTable
-from kv_execution.step import DeviceState, GreedyResult, SampleResult, StepPrograms
+from kv_execution.step import DeviceState, GreedyResult, StepPrograms
 from kv_execution.step_inputs import StepInputs
 from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.provider import KernelProvider
@@ -59,12 +60,6 @@ class RuntimeCounters:
         self.shapes: set[StepShape] = set()
 
 
-def samplers_for(plain: Collection[bool], constrained: bool) -> tuple[type[StepSampling], ...]:
-    """The kinds of inputs of steps that are `plain` (see SamplingParams), that are not, or both."""
-    kinds: list[type[StepSampling]] = [GreedyInputs if each else SamplingInputs for each in plain]
-    return (*kinds, ConstrainedInputs) if constrained else tuple(kinds)
-
-
 class PagedRuntime:
     """Owns the device state, the scheduler, and the requests that have not finished."""
 
@@ -87,7 +82,7 @@ class PagedRuntime:
         self.requests: dict[int, Request] = {}
         self.counters = RuntimeCounters()
         self.params = params
-        self._programs = programs
+        self.programs = programs
         self._debug = debug
         self._num_processes = 1 if mesh is None else mesh.num_processes
         self._interrupted = False
@@ -155,12 +150,12 @@ class PagedRuntime:
             if progress is not None:
                 progress(done, shape)
             with reporting_cache_faults():
-                forward = self._programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
+                forward = self.programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
                 forward.compile()
                 logits = forward.out_info.logits
                 for kind in samplers:
                     sampling = self._table.padding(shape.rows, kind)
-                    self._sampler(sampling).lower(logits, self.state.sampler, sampling).compile()
+                    compile_sampler(self.programs, logits, self.state.sampler, sampling)
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
@@ -190,10 +185,10 @@ class PagedRuntime:
         """Start the network of a step, for `choose` to go on from: logits [rows, vocab] f32 on the device."""
         for row in plan.admitted:
             self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
-        shape = self._shape_of(plan)
+        shape = self.shape_of(plan)
         self._check(plan)
         with self._reporting_first(shape, None):
-            self.state, logits = self._programs.forward(self.params, self.state, self._inputs.of(plan, shape))
+            self.state, logits = self.programs.forward(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         self._count(plan, shape)
         return logits
@@ -202,7 +197,7 @@ class PagedRuntime:
         """Start the sampler of a step whose network was started."""
         sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, logits.shape[0])
         with self._reporting_first(logits.shape[0], type(sampling)):
-            chosen: GreedyResult | SampleResult = self._sampler(sampling)(logits, self.state.sampler, sampling)
+            chosen = choose_tokens(self.programs, logits, self.state.sampler, sampling)
         self.state = self.state._replace(sampler=chosen.state)
         return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
 
@@ -218,37 +213,30 @@ class PagedRuntime:
             )
         ]
 
-    def score(self, plan: StepPlan) -> NDArray[np.float32]:
-        """Run a step of one held request: log-probabilities [tokens, vocab] of what follows each of its tokens."""
-        shape = self._shape_of(plan)
+    def run_held(self, program: jax.stages.Wrapped, plan: StepPlan, *arguments: Any) -> jax.Array:
+        """Run a step of held requests with `score` or `pool`, which returns an array beside the state."""
         self._check(plan)
         with reporting_cache_faults():
-            self.state, logprobs = self._programs.score(self.params, self.state, self._inputs.of(plan, shape))
+            inputs = self._inputs.of(plan, self.shape_of(plan))
+            self.state, result = program(self.params, self.state, inputs, *arguments)
         self._poison_freed()
-        return np.asarray(logprobs)[: plan.table.tokens]
+        return result
 
-    def pool(self, plan: StepPlan, weights: NDArray[np.float32], sums: jax.Array) -> jax.Array:
-        """Run a step of held requests: `sums` with the hidden states of its tokens, times `weights` [tokens]."""
-        shape = self._shape_of(plan)
-        self._check(plan)
-        padded = np.zeros(shape.tokens, np.float32)
-        padded[: len(weights)] = weights
-        with reporting_cache_faults():
-            inputs = self._inputs.of(plan, shape)
-            self.state, sums = self._programs.pool(self.params, self.state, inputs, padded, sums)
-        self._poison_freed()
-        return sums
+    def compiler_of(self, program: jax.stages.Wrapped, shape: StepShape, *arguments: Any) -> Callable[[], object]:
+        """What compiles such a program for steps of `shape`, on any thread."""
+        given = (self.params, self.state, self._inputs.of(None, shape), *arguments)
+
+        def compile_program() -> None:
+            with reporting_cache_faults():
+                program.lower(*given).compile()
+
+        return compile_program
 
     def _reporting_first(self, *program: object) -> contextlib.AbstractContextManager[None]:
         """Around a call of `program`, which may compile it where it is the first."""
         first = program not in self._ran
         self._ran.add(program)
         return reporting_cache_faults() if first else contextlib.nullcontext()
-
-    def _sampler(self, sampling: StepSampling) -> jax.stages.Wrapped:
-        if isinstance(sampling, ConstrainedInputs):
-            return self._programs.constrained
-        return self._programs.greedy if isinstance(sampling, GreedyInputs) else self._programs.sample
 
     def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         request = self.requests[request_id]
@@ -260,7 +248,8 @@ class PagedRuntime:
             token, float(sampled.logprob[index]), tuple(TokenLogprob(*entry) for entry in top if entry[0] >= 0)
         )
 
-    def _shape_of(self, plan: StepPlan) -> StepShape:
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The shape that a step is padded to."""
         return self.buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max()))
 
     def _check(self, plan: StepPlan) -> None:

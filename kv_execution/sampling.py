@@ -83,24 +83,22 @@ class Sampled(NamedTuple):
     top_logprobs: Column  # f32 [rows, MAX_TOP_LOGPROBS]
 
 
-def sample_allowed(logits: jax.Array, inputs: ConstrainedInputs, state: SamplerState) -> Sampled:
-    """`sample`, of the allowed tokens; log-probabilities are still those of all."""
+def allowed_logits(logits: jax.Array, allowed: Column) -> jax.Array:
+    """`logits` [rows, vocab] f32 where the bits of `allowed`, see `ConstrainedInputs`, are set; -inf elsewhere."""
     bits = jnp.arange(32, dtype=jnp.uint32)
-    allowed = ((jnp.asarray(inputs.allowed)[:, :, None] >> bits) & 1).reshape(logits.shape[0], -1)
-    return _sample(logits, jnp.where(allowed[:, : logits.shape[1]] > 0, logits, -jnp.inf), inputs.sampling, state)
+    unpacked = ((jnp.asarray(allowed)[:, :, None] >> bits) & 1).reshape(logits.shape[0], -1)
+    return jnp.where(unpacked[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
-def sample(logits: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sampled:
-    """Choose the next token of every row, given the model's own logits [rows, vocab] f32.
+def sample(
+    logits: jax.Array, inputs: SamplingInputs, state: SamplerState, eligible: jax.Array | None = None
+) -> Sampled:
+    """Choose the next token of every row, given the model's own logits [rows, vocab] f32, from those that are
+    `eligible`, or all; log-probabilities are those of all either way.
 
     A random row takes the argmax of processed logits plus Gumbel noise, whose key is fold_in(key(seed), position).
     """
-    return _sample(logits, logits, inputs, state)
-
-
-def _sample(logits: jax.Array, eligible: jax.Array, inputs: SamplingInputs, state: SamplerState) -> Sampled:
-    """`eligible` are the logits that a token is chosen from, `logits` those of its log-probability."""
-    processed = process_logits(eligible, inputs, state)
+    processed = process_logits(logits if eligible is None else eligible, inputs, state)
     random = _is_random(inputs)
     token = lax.cond(
         jnp.any(random),

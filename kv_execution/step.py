@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
-from kv_execution.sampling import ConstrainedInputs, GreedyInputs, Sampled, SamplingInputs, sample, sample_allowed
+from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, allowed_logits, sample
 from kv_kernels.adapters import AdapterCapacity, column_mask
 from kv_kernels.argmax import argmax, below_infinity
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
@@ -98,17 +98,20 @@ class GreedyResult(NamedTuple):
 
 
 class StepPrograms(NamedTuple):
-    """The jitted functions of (params, DeviceState, ForwardInputs) to ForwardResult, and of (logits, SamplerState,
-    SamplingInputs, ConstrainedInputs or GreedyInputs) to SampleResult or GreedyResult; `pool` of (params, DeviceState,
-    ForwardInputs, weights [tokens] f32, sums [rows of the engine, hidden] f32) to PoolResult. States and sums are
-    donated.
+    """Jitted functions; states are donated, and by `pool` sums.
+
+    forward, score: (params, DeviceState, ForwardInputs) to ForwardResult. pool: those, weights [tokens] f32 and sums
+    [rows of the engine, hidden] f32 to PoolResult. classify: (params, sums) to scores [rows of the engine, labels] f32.
+    mask: (logits, allowed tokens) to eligible logits. sample: (logits, eligible logits, SamplerState, SamplingInputs)
+    to SampleResult. greedy: (logits, SamplerState, GreedyInputs) to GreedyResult.
     """
 
     forward: jax.stages.Wrapped
     score: jax.stages.Wrapped
     pool: jax.stages.Wrapped
+    classify: jax.stages.Wrapped
+    mask: jax.stages.Wrapped
     sample: jax.stages.Wrapped
-    constrained: jax.stages.Wrapped
     greedy: jax.stages.Wrapped
 
 
@@ -198,16 +201,21 @@ def build_step_programs(
         weighted = jnp.where(weights[:, None] == 0, 0, hidden * weights[:, None])
         return PoolResult(state._replace(pools=pools), sums.at[inputs.token_rows].add(weighted, mode="drop"))
 
-    def sample_rows(logits: jax.Array, state: SamplerState, inputs: SamplingInputs) -> SampleResult:
+    def classify(params: Any, sums: jax.Array) -> Any:
         on_trace()
-        sampled = sample(logits, inputs, state)
+        return model.classify(params, sums)
+
+    def mask_rows(logits: jax.Array, allowed: Any) -> jax.Array:
+        on_trace()
+        return allowed_logits(logits, allowed)
+
+    def sample_rows(
+        logits: jax.Array, eligible: jax.Array, state: SamplerState, inputs: SamplingInputs
+    ) -> SampleResult:
+        on_trace()
+        sampled = sample(logits, inputs, state, eligible)
         # Rows that do not sample in this step carry a history row outside the table, which drops the write.
         return SampleResult(record_tokens(state, inputs.history_row, inputs.position, sampled.token), sampled)
-
-    def constrained_rows(logits: jax.Array, state: SamplerState, inputs: ConstrainedInputs) -> SampleResult:
-        on_trace()
-        sampled, own = sample_allowed(logits, inputs, state), inputs.sampling
-        return SampleResult(record_tokens(state, own.history_row, own.position, sampled.token), sampled)
 
     def greedy_rows(logits: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
@@ -219,8 +227,9 @@ def build_step_programs(
         forward=jax.jit(forward, donate_argnums=1, out_shardings=forward_shardings),
         score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
         pool=jax.jit(pool, donate_argnums=(1, 4), out_shardings=pool_shardings),
-        sample=jax.jit(sample_rows, donate_argnums=1, out_shardings=sample_shardings),
-        constrained=jax.jit(constrained_rows, donate_argnums=1, out_shardings=sample_shardings),
+        classify=jax.jit(classify, out_shardings=sample_shardings),
+        mask=jax.jit(mask_rows, out_shardings=sample_shardings),
+        sample=jax.jit(sample_rows, donate_argnums=2, out_shardings=sample_shardings),
         greedy=jax.jit(greedy_rows, donate_argnums=1, out_shardings=sample_shardings),
     )
 

@@ -9,6 +9,7 @@ import gc
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -30,6 +31,7 @@ from kv_serving.session import (
     PromptOptionError,
     SamplingOptions,
     adapter_of_each,
+    check_adapters,
     check_can_chat,
     config_for_jobs,
     encode_prompts,
@@ -128,6 +130,7 @@ def generate(
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each prompt")
     pool_bytes = parse_byte_size(kv_pool_bytes)
     adapters = adapter_of_each(prompt, adapter or ())
+    check_adapters(adapter or ())
     speaks = process_options.join(coordinator, num_processes, process_id, tensor_parallel, peer_timeout)
     progress = Console(stderr=True, quiet=not speaks)
     loaded = open_model(model, dtype, progress, tensor_parallel)
@@ -279,7 +282,9 @@ def _complain(message: str) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script, once everything is imported."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see console_script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Until the engine is ready, nearly all that is made stays; looking through it over and over takes a quarter of the
     # time of the imports.
     gc.disable()

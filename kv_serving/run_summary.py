@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from kv_execution import EnginePlan, EngineStats
 
 
+FEWEST_TOKENS = 8
+"""Of fewer a rate would tell how long a step took, and little more."""
+
+
 def summary_line(report: RunReport, plan: "EnginePlan", stats: "EngineStats") -> str:
     """Tokens a second for prefill and decode, pages used, and the provider."""
     return (
@@ -48,4 +52,6 @@ def summary_object(
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens / seconds:.1f} tokens/s" if tokens and seconds > 0 else "of no tokens"
+    if tokens >= FEWEST_TOKENS and seconds > 0:
+        return f"{tokens / seconds:.1f} tokens/s"
+    return f"of {tokens or 'no'} token{'' if tokens == 1 else 's'}"

@@ -10,11 +10,15 @@ from rich.console import Console
 
 from kv_common.errors import JaxkvError
 from kv_serving.byte_size import parse_byte_size
-from kv_serving.session import default_name, open_model, start_engine
+from kv_serving.session import check_adapters, default_name, open_model, start_engine
 
 
 class MissingExtraError(JaxkvError):
     """The libraries of the server are not installed."""
+
+
+class OneProcessError(JaxkvError):
+    """A server that is to be spread over several processes."""
 
 
 class AdapterOptionError(JaxkvError):
@@ -28,7 +32,11 @@ def require_extra() -> None:
 
 def _require(extra: str, *libraries: str) -> None:
     for library in libraries:
-        if importlib.util.find_spec(library) is None:
+        try:
+            found = importlib.util.find_spec(library) is not None
+        except ModuleNotFoundError:  # of a package that it would be in
+            found = False
+        if not found:
             raise MissingExtraError(f"{library} is not installed: pip install 'jaxkv[{extra}]'")
 
 
@@ -78,9 +86,18 @@ def serve(
     target_requests: Annotated[float, typer.Option(help="Requests of one replica that scaling aims at.")] = 16,
     up_after: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Too much load before scaling up.")] = 30,
     down_after: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Too little before scaling down.")] = 600,
+    coordinator: Annotated[str | None, typer.Option(envvar="JAXKV_COORDINATOR", hidden=True)] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send OpenTelemetry traces there, by OTLP over HTTP.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve a model over HTTP, in OpenAI's API."""
+    if coordinator is not None:
+        raise OneProcessError(
+            f"--coordinator {coordinator}: a server is one process, whose clients come to it alone; use --tp over the "
+            "devices of this machine, or --replicas"
+        )
     require_extra()
     from kv_execution import EngineConfig
     from kv_execution.embedding import check_pooling
@@ -89,10 +106,15 @@ def serve(
     from kv_serving.server.logs import log_to_stderr
     from kv_serving.server.run import Loaded, ServerSettings
     from kv_serving.server.run import serve as run_server
+    from kv_serving.server.traces import endpoint_of
 
     check_pooling(pooling)
+    if otlp_traces_endpoint is not None:
+        otlp_traces_endpoint = endpoint_of(otlp_traces_endpoint)
+        _require("serve,otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     name = served_name or default_name(model)
     adapters = _adapters(name, adapter or ())
+    check_adapters(adapters.values())
     config = EngineConfig(
         max_adapters=len(adapters),
         max_adapter_rank=max_adapter_rank,
@@ -119,6 +141,7 @@ def serve(
         ),
         drain_s=drain,
         pooling=pooling,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
 
     def load() -> Loaded:

@@ -6,7 +6,7 @@ option answer at once. Everything a user can get wrong raises a JaxkvError.
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,15 @@ def encode_chat(
     model: "LoadedModel", messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
     """Token ids of a conversation in the model's chat template, up to where its answer begins; `tools` are those that
-    the answer may call.
+    the answer may call. See `models.encode_messages` for what keeps messages from being more than text.
 
     Raises PromptOptionError where the model has no template, ChatTemplateError where it refuses the messages.
     """
+    from models import encode_messages
+
     check_can_chat(model)
     assert model.chat_template is not None
-    return tokenizer_of(model).encode(model.chat_template.render(messages, tools=tools), add_special=False)
+    return encode_messages(model.chat_template, tokenizer_of(model), messages, tools)
 
 
 def encode_prompts(
@@ -140,6 +142,15 @@ def make_job(
     from models import StreamDecoder
 
     return Job(token_ids, params, TextAssembly(StreamDecoder(tokenizer_of(model)), StopStrings(stops)), adapter)
+
+
+def check_adapters(directories: Iterable[str]) -> None:
+    """Raises AdapterError for a directory without an adapter, before the model is loaded for it."""
+    if directories := list(directories):
+        from models.lora import check_files
+
+        for directory in directories:
+            check_files(directory)
 
 
 def adapter_of_each(prompts: Sequence[str], adapters: Sequence[str]) -> Sequence[str | None]:

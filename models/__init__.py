@@ -1,6 +1,7 @@
 """The networks and their loaders. `load_model` is the way in; the rest is for tests and new families."""
 
 from models.assembly import LoadProgress
+from models.chat_prompt import encode_messages
 from models.chat_template import ChatTemplate, ChatTemplateError
 from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
@@ -23,5 +24,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "UnsupportedModelError",
+    "encode_messages",
     "load_model",
 ]

@@ -58,7 +58,7 @@ class LoadedModel:
 
     params: nested dicts of device arrays and weights, the first argument of `forward`.
     tokenizer, chat_template: None where the source has none. tensor_mesh: what the parameters are spread over; None
-    for one device.
+    for one device. labels: names of the scores of a classifier.
     """
 
     spec: ModelSpec
@@ -68,6 +68,7 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     generation: GenerationDefaults
     tensor_mesh: TensorMesh | None = None
+    labels: tuple[str, ...] = ()
 
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
@@ -173,7 +174,7 @@ def _load_directory(
     family = family_of(architecture, "config.json")
     labels = labels_of(raw, family)
     quantization = raw.pop("quantization_config", None)
-    config = dataclasses.replace(family.hf_config(ConfigFields(raw, "config.json")), num_labels=labels)
+    config = dataclasses.replace(family.hf_config(ConfigFields(raw, "config.json")), num_labels=len(labels) or None)
     decoder = Decoder(config, dtype)
     checkpoint = open_checkpoint(directory, quantization)
     if config.tied_embeddings:
@@ -193,7 +194,7 @@ def _load_directory(
     tokenizer = tokenizer_from_directory(directory)
     generation = generation_from_directory(directory, raw)
     template = template_from_directory(directory, tokenizer)
-    return _finish(name, decoder, params, mesh, tokenizer, template, generation)
+    return _finish(name, decoder, params, mesh, tokenizer, template, generation, labels)
 
 
 def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None) -> LoadedModel:
@@ -233,6 +234,7 @@ def _finish(
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     generation: GenerationDefaults,
+    labels: tuple[str, ...] = (),
 ) -> LoadedModel:
     config = decoder.config
     if tokenizer is not None and tokenizer.plain_vocab_size > config.vocab_size:
@@ -268,7 +270,7 @@ def _finish(
     logger.info(
         "%s: %d parameters in %d bytes, %s compute", name, spec.num_parameters, spec.parameter_bytes, spec.dtype
     )
-    return LoadedModel(spec, params, decoder, tokenizer, template, generation, mesh)
+    return LoadedModel(spec, params, decoder, tokenizer, template, generation, mesh, labels)
 
 
 def _download(repository: str) -> Path:

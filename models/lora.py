@@ -77,6 +77,13 @@ class _Scaling(NamedTuple):
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
 
+def check_files(directory: str | Path) -> None:
+    """Raises AdapterError where `directory` is not that of an adapter."""
+    for name in (CONFIG_NAME, TENSORS_NAME):
+        if not (Path(directory) / name).is_file():
+            raise AdapterError(f"{directory} has no {name}: give the directory of a PEFT LoRA adapter")
+
+
 def read_adapter(directory: str | Path, decoder: Decoder) -> Adapter:
     """The adapter in `directory` for the projections of `decoder`.
 
@@ -85,9 +92,7 @@ def read_adapter(directory: str | Path, decoder: Decoder) -> Adapter:
             for what is not implemented, or does not fit; the first tensor that does not is named.
     """
     directory = Path(directory)
-    for name in (CONFIG_NAME, TENSORS_NAME):
-        if not (directory / name).is_file():
-            raise AdapterError(f"{directory} has no {name}: give the directory of a PEFT LoRA adapter")
+    check_files(directory)
     scaling = _scaling(ConfigFields(read_json(directory / CONFIG_NAME), str(directory / CONFIG_NAME)))
     checkpoint = SafetensorsCheckpoint(directory)
     origin = str(directory / TENSORS_NAME)

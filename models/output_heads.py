@@ -21,8 +21,8 @@ class _Droppable(Checkpoint, Protocol):
     def drop(self, name: str) -> None: ...
 
 
-def labels_of(raw: dict[str, Any], family: Family) -> int | None:
-    """How many labels config.json's architecture gives a sequence; None where it generates text.
+def labels_of(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
+    """The names of the labels that config.json's architecture gives a sequence; none where it generates text.
 
     Raises UnsupportedModelError: it does neither, or for another family.
     """
@@ -36,10 +36,11 @@ def labels_of(raw: dict[str, Any], family: Family) -> int | None:
             "text generation model, or a sequence classifier of this family"
         )
     if not any(str(each) in classifiers for each in stated):
-        return None
+        return ()
     labels = raw.get("id2label")
     # Configurations leave out what is the default of two.
-    return len(labels) if isinstance(labels, dict) and labels else 2
+    labels = labels if isinstance(labels, dict) and labels else {"0": "LABEL_0", "1": "LABEL_1"}
+    return tuple(str(labels.get(str(number), f"LABEL_{number}")) for number in range(len(labels)))
 
 
 def drop_tied_copy(checkpoint: _Droppable, family: Family) -> None:

@@ -114,6 +114,15 @@ class Tokenizer:
         return self._is_byte_level or _BYTE_TOKEN.fullmatch(self.token_text(token)) is None
 
     @functools.cached_property
+    def special_texts(self) -> re.Pattern[str] | None:
+        """What finds the name of a special token in a text; None where there are none. Names of one character, which
+        cannot be written otherwise, are not among them.
+        """
+        added = self._backend.get_added_tokens_decoder().values()
+        names = sorted((each.content for each in added if each.special and len(each.content) > 1), key=len)
+        return re.compile("|".join(map(re.escape, reversed(names)))) if names else None
+
+    @functools.cached_property
     def _is_byte_level(self) -> bool:
         return '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
 

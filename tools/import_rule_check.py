@@ -43,7 +43,7 @@ LAYERS: dict[str, Layer] = {
     "kv_execution": _layer("kv_common kv_control kv_kernels", "numpy jax"),
     "kv_serving": _layer(
         "kv_common kv_control kv_kernels models kv_execution kv_export",
-        "numpy jax typer click rich fastapi starlette pydantic uvicorn prometheus_client llguidance ray",
+        "numpy jax typer click rich fastapi starlette pydantic uvicorn prometheus_client llguidance ray opentelemetry",
     ),
     "kv_export": _layer(
         "kv_common kv_control kv_kernels models kv_execution", "numpy jax flax ml_dtypes onnx onnxruntime flatbuffers"

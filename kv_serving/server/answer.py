@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kv_serving.server.endings import DeadlineError
 from kv_serving.server.engine_loop import EngineLoop
-from kv_serving.server.errors import api_error_of
+from kv_serving.server.errors import ApiError, api_error_of
+from kv_serving.server.grammars import GrammarError
 from kv_serving.server.limits import Concurrency
 from kv_serving.server.request_group import ChoiceToken, EventChannel, Failure, PromptScores, RequestGroup, ScoredToken
 from kv_serving.server.server_metrics import ServerMetrics
@@ -74,7 +75,9 @@ class Answer:
         groups: Sequence[RequestGroup],
         assemblies: Sequence[TextAssembly],
         concurrency: Concurrency,
+        model: str,
     ) -> None:
+        """`model` is what the request calls the model."""
         self._engine = engine
         self._metrics = metrics
         self._channel = channel
@@ -84,7 +87,11 @@ class Answer:
         self._completion_tokens = 0
         self._cached_tokens = {id(group): 0 for group in groups}
         self.num_choices = len(self._open)
-        self.finish_reasons: list[str] = []
+        self._model = model
+        self._finish_reasons: list[str] = []
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+        self._error: str | None = None
 
     @property
     def usage(self) -> Usage:
@@ -96,8 +103,25 @@ class Answer:
         )
 
     def facts(self) -> dict[str, object]:
-        """What the log tells of it."""
-        return {**self.usage._asdict(), "finish_reasons": self.finish_reasons}
+        """What the log and the traces tell of it; times are in seconds from its submission."""
+        first = self._groups[0]
+        params = first.choices[min(first.choices)]
+
+        def since(time_s: float | None) -> float | None:
+            return None if time_s is None else round(time_s - first.submitted_s, 4)
+
+        facts = {
+            "model": self._model,
+            **self.usage._asdict(),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "finish_reasons": self._finish_reasons,
+            "queue_s": since(first.started_s),
+            "first_token_s": since(self._first_token_s),
+            "e2e_s": since(self._last_token_s),
+        }
+        return facts if self._error is None else {**facts, "error": self._error}
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """What is new, until every choice has ended. Raises ApiError."""
@@ -106,7 +130,7 @@ class Answer:
                 changed: dict[int, _Choice] = {}
                 for event in await self._channel.take():
                     if isinstance(event, Failure):
-                        raise api_error_of(event.error) from event.error
+                        raise self._failed(event.error) from event.error
                     if isinstance(event, PromptScores):
                         changed |= self._scored(event)
                         continue
@@ -118,6 +142,11 @@ class Answer:
                 for number, choice in changed.items():
                     if choice.text or choice.assembly.finish_reason is not None:
                         yield self._piece(number, choice)
+
+    def _failed(self, error: Exception) -> ApiError:
+        told = api_error_of(error)
+        self._error = told.code
+        return told
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -135,14 +164,15 @@ class Answer:
     def _accept(self, choice: _Choice, event: ChoiceToken) -> None:
         output = event.output
         if output.token is None and choice.assembly.num_tokens == 0:
-            raise api_error_of(DeadlineError("the request ran out of time before its first token"))
+            raise self._failed(DeadlineError("the request ran out of time before its first token"))
         choice.accept(output)
         if event.choice == min(choice.group.choices):  # the others share its prompt
             self._cached_tokens[id(choice.group)] = output.cached_tokens
         if output.token is not None:
             self._completion_tokens += 1
             self._metrics.token(choice.group, choice.last_token_s, event.time_s)
-            choice.last_token_s = event.time_s
+            choice.last_token_s = self._last_token_s = event.time_s
+            self._first_token_s = self._first_token_s or event.time_s
         if choice.assembly.finish_reason is not None and output.finish_reason is None:
             self._engine.abort(choice.group, event.choice)  # it met a stop string, of which the engine knows nothing
 
@@ -162,9 +192,12 @@ class Answer:
         reason, stop_reason = assembly.finish_reason, assembly.stopped_by
         if reason is not None:
             del self._open[number]
+            constraint = choice.group.constraints.get(number)
+            if constraint is not None and constraint.failure is not None:
+                raise self._failed(GrammarError(f"the form is too much to keep to ({constraint.failure}): simplify it"))
             if reason == "deadline":  # for which OpenAI's API has no word
                 reason, stop_reason = "length", "deadline"
-            self.finish_reasons.append(reason)
+            self._finish_reasons.append(reason)
             self._metrics.finished(choice.group, reason, choice.last_token_s, assembly.num_tokens)
         piece = Piece(number, choice.text, choice.tokens, reason, stop_reason)
         choice.text, choice.tokens = "", []

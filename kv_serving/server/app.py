@@ -27,7 +27,9 @@ def create_app(context: ServerContext, keys: ApiKeys) -> ASGIApp:
     app.add_exception_handler(JaxkvError, _refused)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
-    return Envelope(Guard(app, keys, context.limits.max_body_bytes), context.metrics, lambda: context.draining)
+    return Envelope(
+        Guard(app, keys, context.limits.max_body_bytes), context.metrics, lambda: context.draining, context.traces
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -77,7 +77,8 @@ async def _run(
         await ready.wait()
         in_hand = AHEAD * loaded.engine.config.max_requests
         limits = Limits(max_concurrent=in_hand, max_choices=1 << 16)
-        service = Service(name, loaded.model, engine.plan, engine, limits, ServerMetrics(lambda: engine.snapshot))
+        plan, metrics = loaded.engine.describe(), ServerMetrics(lambda: engine.snapshot)
+        service = Service(name, loaded.model, plan, engine, limits, metrics)
         waiting, counts = iter(requests), [0, 0]
 
         async def work() -> None:

@@ -9,6 +9,7 @@ from kv_serving.server.engine_loop import EngineLoop, EngineState
 from kv_serving.server.errors import unavailable
 from kv_serving.server.limits import Limits
 from kv_serving.server.server_metrics import ServerMetrics
+from kv_serving.server.traces import Traces
 
 if TYPE_CHECKING:
     from kv_serving.server.service import Service
@@ -29,12 +30,21 @@ class Readiness(StrEnum):
 class ServerContext:
     """One server: its engine, and once that is loaded the service over it."""
 
-    def __init__(self, name: str, engine: EngineLoop, limits: Limits, metrics: ServerMetrics, started_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: EngineLoop,
+        limits: Limits,
+        metrics: ServerMetrics,
+        started_s: float,
+        traces: Traces | None = None,
+    ) -> None:
         self.name = name
         self.engine = engine
         self.limits = limits
         self.metrics = metrics
         self.started_s = started_s
+        self.traces = traces
         self.draining = False
         self._service: Service | None = None
 

@@ -36,7 +36,7 @@ def json_response(body: dict[str, object], status: int = 200, headers: dict[str,
 async def respond(request: Request, body: SamplingFields, begun: Begun) -> Response:
     """The response that carries an answer. Raises ApiError, and ClientGoneError where nobody is there to read it."""
     answer, shape = begun
-    request.scope["jaxkv.answer"] = answer  # for the log
+    request.scope["jaxkv.answer"] = answer  # for the log and the traces
     pieces = answer.pieces()
     if not body.streams:
         choices = await while_there(request.receive, collect(pieces, answer.num_choices))

@@ -14,30 +14,38 @@ from kv_serving.server.sampling_fields import RequestModel
 MAX_INPUTS = 2048
 
 
-class EmbeddingRequest(RequestModel):
-    """Texts, or token ids, of which each gets a vector."""
+class InputFields(RequestModel):
+    """Texts, or token ids, of which each is pooled."""
 
     model: str | None = None
     input: str | TokenIds | list[str] | list[TokenIds]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     deadline_s: Annotated[float, Field(allow_inf_nan=False, gt=0)] | None = None
     user: str | None = None
 
     @property
     def inputs(self) -> list[str | TokenIds]:
-        """One entry for each vector; token ids as they are."""
+        """One entry for each; token ids as they are."""
         return prompts_in(self.input)
 
-    def check(self, dimensions: int) -> None:
-        """Raises ApiError for what is well-formed and not to be had of a model with vectors of so many `dimensions`."""
+    def check(self) -> None:
+        """Raises ApiError for what is well-formed and not to be had."""
         if not self.inputs:
             raise ApiError(400, "there is no input: give at least one", param="input")
         if len(self.inputs) > MAX_INPUTS:
             raise ApiError(400, f"there are {len(self.inputs)} inputs: give at most {MAX_INPUTS}", param="input")
         if "" in self.inputs or [] in self.inputs:
             raise ApiError(400, "an input is empty: leave it out", param="input")
+
+
+class EmbeddingRequest(InputFields):
+    """Inputs of which each gets a vector."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+    def check_dimensions(self, dimensions: int) -> None:
+        """Raises ApiError where the model's vectors have another number of them."""
         if self.dimensions not in (None, dimensions):
             message = f"dimensions is {self.dimensions}, and the model's vectors have {dimensions}: leave it out"
             raise ApiError(400, message, param="dimensions")

@@ -1,4 +1,4 @@
-"""Vectors of texts, which the engine computes a step at a time between the steps of the rest.
+"""Vectors and labels of texts, which the engine computes a step at a time between the steps of the rest.
 
 Contract: a request counts as one that is being answered until it has its vectors; when its client goes away what runs
 for it is aborted.
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_serving.server.classification import ClassifyRequest
 from kv_serving.server.context import salt_of
-from kv_serving.server.embedding_protocol import EmbeddingRequest
+from kv_serving.server.embedding_protocol import EmbeddingRequest, InputFields
 from kv_serving.server.engine_loop import EngineLoop
-from kv_serving.server.errors import api_error_of
+from kv_serving.server.errors import ApiError, api_error_of
 from kv_serving.server.request_group import EventChannel, Failure, PoolingGroup, PromptVectors
 
 if TYPE_CHECKING:
@@ -20,15 +21,22 @@ if TYPE_CHECKING:
     from kv_serving.server.service import Service
 
 
-class Embedded(NamedTuple):
-    """Vectors [inputs, hidden] of length 1, and the tokens of all inputs."""
+class Pooled(NamedTuple):
+    """Vectors [inputs, hidden] of length 1 or scores [inputs, labels], the tokens of all inputs, and what the request
+    calls the model.
+    """
 
     vectors: NDArray[np.float32]
     prompt_tokens: int
+    model: str
+
+    def facts(self) -> dict[str, object]:
+        """What the log and the traces tell of it."""
+        return {"model": self.model, "prompt_tokens": self.prompt_tokens}
 
 
 class Embeddings:
-    """What /v1/embeddings does."""
+    """What /v1/embeddings and /classify do."""
 
     def __init__(self, service: "Service", engine: EngineLoop, metrics: "ServerMetrics", pooling: str) -> None:
         """`pooling` as `PagedEngine.embed` has it."""
@@ -37,17 +45,29 @@ class Embeddings:
         self._metrics = metrics
         self._pooling = pooling
 
-    async def embed(self, request: EmbeddingRequest, tenant: str) -> Embedded:
-        """Raises ApiError."""
+    async def embed(self, request: EmbeddingRequest, tenant: str) -> Pooled:
+        """A vector for each input. Raises ApiError."""
+        request.check_dimensions(self._service.model.spec.hidden_size)
+        return await self._pool(request, self._pooling, tenant)
+
+    async def classify(self, request: ClassifyRequest, tenant: str) -> Pooled:
+        """The scores of each input. Raises ApiError."""
+        from kv_execution.embedding import SCORES
+
+        if not self._service.model.labels:
+            raise ApiError(400, f"{self._service.name} is no classifier: ask it for completions or embeddings")
+        return await self._pool(request, SCORES, tenant)
+
+    async def _pool(self, request: InputFields, pooling: str, tenant: str) -> Pooled:
         service = self._service
         service.check_model(request.model)
-        request.check(service.model.spec.hidden_size)
+        request.check()
         prompts = [await service.encode(each) if isinstance(each, str) else each for each in request.inputs]
         for prompt in prompts:
             service.limits.check_prompt(len(prompt))
         group = PoolingGroup(
             prompts,
-            self._pooling,
+            pooling,
             EventChannel(),
             adapter=service.adapter_of(request.model),
             cache_salt=salt_of(tenant, request.cache_salt),
@@ -57,7 +77,7 @@ class Embeddings:
             for prompt in prompts:
                 self._metrics.prompt(len(prompt))
             vectors = await self._run(group)
-        return Embedded(vectors, sum(map(len, prompts)))
+        return Pooled(vectors, sum(map(len, prompts)), request.model or service.name)
 
     async def _run(self, group: PoolingGroup) -> NDArray[np.float32]:
         self._engine.submit(group)

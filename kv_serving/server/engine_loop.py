@@ -23,7 +23,7 @@ from kv_serving.server.prompt_scorer import PromptScorer
 from kv_serving.server.request_group import ChoiceToken, Event, EventChannel, Failure, RequestGroup, put_all
 
 if TYPE_CHECKING:
-    from kv_execution import Batcher, EnginePlan, PagedEngine
+    from kv_execution import Batcher, PagedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ class EngineLoop:
         """Why the state is FAILED."""
         self.snapshot: EngineSnapshot | None = None
         """The engine's counts after its last step."""
-        self.plan: EnginePlan
-        """What the engine allocated; there from READY on."""
         self.loop = loop
         self._on_state, self._after_step = on_state, after_step
         self._submitted: list[RequestGroup] = []
@@ -103,7 +101,7 @@ class EngineLoop:
     def _run(self, load: Callable[[], "PagedEngine"]) -> None:
         try:
             self._engine = load()
-            self._batcher, self.plan = self._engine.batcher(), self._engine.describe()
+            self._batcher = self._engine.batcher()
             self._take_snapshot()
             self._enter(EngineState.READY)
             while self._work():

@@ -1,4 +1,4 @@
-"""Around everything: the id of a request, its line in the log, and the answer to what nobody foresaw.
+"""Around everything: the id of a request, its line in the log, its span, and the answer to what nobody foresaw.
 
 Contract: each response has an `X-Request-Id`, the client's own where that is a short plain word. The log has one line
 for each request, without any text of prompts or answers.
@@ -17,6 +17,7 @@ from kv_serving.server.context import GOING_DOWN
 from kv_serving.server.delivery import ClientGoneError, json_response
 from kv_serving.server.errors import api_error_of, unavailable
 from kv_serving.server.server_metrics import ServerMetrics
+from kv_serving.server.traces import Traces
 
 logger = logging.getLogger("kv_serving.access")
 
@@ -31,9 +32,12 @@ CLIENT_GONE = 499
 class Envelope:
     """An ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, leaves: Callable[[], bool]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, leaves: Callable[[], bool], traces: Traces | None = None
+    ) -> None:
         """`leaves` says whether the server is on its way to its end."""
         self._app = app
+        self._traces = traces
         self._leaves = leaves
         self._metrics = metrics
 
@@ -74,21 +78,18 @@ class Envelope:
         method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
         self._metrics.response(method, route, status)
         client, answer = scope.get("client"), scope.get("jaxkv.answer")
-        logger.log(
-            logging.DEBUG if route in _PROBES else logging.INFO,
-            "request",
-            extra={
-                "fields": {
-                    "request_id": request_id,
-                    "method": method,
-                    "path": route,
-                    "status": status,
-                    "duration_s": round(duration_s, 4),
-                    "client": client[0] if client else None,
-                    **(answer.facts() if answer is not None else {}),
-                }
-            },
-        )
+        fields = {
+            "request_id": request_id,
+            "method": method,
+            "path": route,
+            "status": status,
+            "duration_s": round(duration_s, 4),
+            "client": client[0] if client else None,
+            **(answer.facts() if answer is not None else {}),
+        }
+        logger.log(logging.DEBUG if route in _PROBES else logging.INFO, "request", extra={"fields": fields})
+        if self._traces is not None:
+            self._traces.note(dict(scope["headers"]), fields)
 
 
 def _request_id(scope: Scope) -> bytes:

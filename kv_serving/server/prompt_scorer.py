@@ -1,13 +1,15 @@
 """Log-probabilities and vectors of prompts, one group after another, a step at a time between the steps of the rest.
 
-Contract: a prompt that finds no row or no pages waits for as long as something else runs. Only what is asked for is
-kept of a step: a row of the vocabulary for each token would fill the memory.
+Contract: a prompt that finds no row or no pages waits for as long as something else runs. The programs that it needs
+are compiled on a thread beside, so that what else runs goes on. Only what is asked for is kept of a step: a row of the
+vocabulary for each token would fill the memory.
 """
 
 import contextlib
 from collections import deque
-from collections.abc import Generator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,11 @@ from kv_serving.server.request_group import Event, PoolingGroup, PromptScores, P
 
 if TYPE_CHECKING:
     from kv_execution import PagedEngine
+    from kv_execution.prompt_programs import CompileBeside
+
+
+COMPILER_POLL_S = 0.01
+"""How often requests are looked for while there is nothing to do but to wait for the compiler."""
 
 
 class PromptScorer:
@@ -24,6 +31,8 @@ class PromptScorer:
     def __init__(self) -> None:
         self._waiting: deque[RequestGroup] = deque()
         self._steps: Generator[Event | None] | None = None
+        self._compiler = ThreadPoolExecutor(1, "compiler")
+        self._compiling: Future[Any] | None = None
 
     @property
     def waiting(self) -> int:
@@ -53,7 +62,8 @@ class PromptScorer:
             self._waiting.remove(group)
 
     def step(self, engine: "PagedEngine", *, may_wait: bool) -> Event | None:
-        """One step of the first prompt; what it comes to, where that was the last.
+        """One step of the first prompt; what it comes to, where that was the last. `may_wait`: something else is to be
+        done meanwhile.
 
         Raises what `score_steps` and `embed_steps` raise, but where it `may_wait` not for a lack of rows or pages.
         """
@@ -61,8 +71,11 @@ class PromptScorer:
         from kv_control.request_map import NoFreeRowError
 
         group = self.current
+        if self._compiling is not None and not may_wait:
+            wait([self._compiling], COMPILER_POLL_S)
         if self._steps is None:
-            self._steps = _pooled(engine, group) if isinstance(group, PoolingGroup) else _scored(engine, group)
+            steps = _pooled if isinstance(group, PoolingGroup) else _scored
+            self._steps = steps(engine, group, self._compile)
         try:
             event = next(self._steps)
         except (NoFreeRowError, OutOfPagesError):
@@ -80,12 +93,18 @@ class PromptScorer:
         if steps is not None:
             steps.close()
 
+    def _compile(self, function: Callable[[], object]) -> "Future[Any]":
+        self._compiling = self._compiler.submit(function)
+        return self._compiling
 
-def _scored(engine: "PagedEngine", group: RequestGroup) -> Generator[Event | None]:
+
+def _scored(engine: "PagedEngine", group: RequestGroup, beside: "CompileBeside") -> Generator[Event | None]:
     """None after each step but the last, and then the scores of the group's prompt."""
     tokens = [ScoredToken(int(group.token_ids[0]), None, ())] if len(group.token_ids) else []
     with contextlib.closing(
-        engine.score_steps(group.token_ids, cache_salt=group.cache_salt, adapter=group.adapter)  # type: ignore[type-var]
+        engine.score_steps(  # type: ignore[type-var]
+            group.token_ids, cache_salt=group.cache_salt, adapter=group.adapter, beside=beside
+        )
     ) as parts:
         for part in parts:
             follow = np.asarray(group.token_ids[len(tokens) : len(tokens) + len(part)], np.int64)
@@ -93,11 +112,14 @@ def _scored(engine: "PagedEngine", group: RequestGroup) -> Generator[Event | Non
             yield None if len(tokens) < len(group.token_ids) else PromptScores(tuple(group.choices), tokens)
 
 
-def _pooled(engine: "PagedEngine", group: PoolingGroup) -> Generator[Event | None]:
+def _pooled(engine: "PagedEngine", group: RequestGroup, beside: "CompileBeside") -> Generator[Event | None]:
     """None after each step but the last, and then the vectors of the group's prompts."""
+    assert isinstance(group, PoolingGroup)
     rest = group.prompts[len(group.vectors) :]
     with contextlib.closing(
-        engine.embed_steps(rest, pooling=group.pooling, cache_salt=group.cache_salt, adapter=group.adapter)  # type: ignore[type-var]
+        engine.embed_steps(  # type: ignore[type-var]
+            rest, pooling=group.pooling, cache_salt=group.cache_salt, adapter=group.adapter, beside=beside
+        )
     ) as parts:
         for part in parts:
             group.vectors.extend(part)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kv_execution import SamplingParams, TokenOutput
-    from kv_execution.constraints import TokenConstraint
+    from kv_serving.server.grammars import GrammarConstraint
 
 
 class ChoiceToken(NamedTuple):
@@ -102,7 +102,7 @@ class RequestGroup:
     """How many of the likeliest to tell at each token of the prompt; None not to score it."""
     generates: bool = True
     """Whether there is anything to do once the prompt is scored."""
-    constraints: Mapping[int, "TokenConstraint"] = field(default_factory=dict)
+    constraints: Mapping[int, "GrammarConstraint"] = field(default_factory=dict)
     """What holds a choice to certain tokens, by its number."""
     submitted_s: float = 0.0
     started_s: float | None = None

@@ -10,7 +10,6 @@ from kv_serving.server.context import context_of, tenant_of
 from kv_serving.server.delivery import json_response, respond
 from kv_serving.server.endpoints import begin_chat, begin_completion
 from kv_serving.server.token_protocol import DetokenizeRequest, TokenizeRequest
-from kv_serving.session import encode_chat
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -69,7 +68,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = context_of(request).service
     service.check_model(body.model)
     if body.messages is not None:
-        tokens = encode_chat(service.model, [message.for_template() for message in body.messages])
+        tokens = await service.encode_messages(body.messages)
     else:
         tokens = await service.encode(body.prompt or "", add_special=body.add_special_tokens)
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_context})

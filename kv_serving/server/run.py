@@ -26,6 +26,7 @@ from kv_serving.server.engine_loop import EngineLoop, EngineState
 from kv_serving.server.limits import Limits
 from kv_serving.server.server_metrics import ServerMetrics
 from kv_serving.server.service import Service
+from kv_serving.server.traces import Traces
 
 if TYPE_CHECKING:
     from kv_execution import PagedEngine
@@ -63,6 +64,8 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 30.0
     pooling: str = "mean"
+    otlp_traces_endpoint: str | None = None
+    """Where spans go; None for none."""
 
     @property
     def open_to_all(self) -> bool:
@@ -154,6 +157,8 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         ended = await asyncio.to_thread(engine.stop, LEAVE_S)
+        if context.traces is not None:
+            await asyncio.to_thread(context.traces.close, LEAVE_S)
     if engine.state is EngineState.FAILED:
         if isinstance(engine.error, JaxkvError):
             raise engine.error
@@ -171,31 +176,33 @@ def open_context(
 
     `on_state` is called on the loop, `after_step` on the engine's thread, before the first step too.
     """
-    done: list[Loaded] = []
+    made: list[Service] = []
 
     def on_engine_state(state: EngineState) -> None:
         if state is EngineState.READY:
-            service = Service(
-                name=settings.name,
-                model=done[0].model,
-                plan=engine.plan,
-                engine=engine,
-                limits=settings.limits,
-                metrics=context.metrics,
-                adapters=done[0].engine.adapters.names,
-                pooling=settings.pooling,
-            )
-            context.serve(service)
+            context.serve(made[0])
             logger.info("ready", extra={"fields": {"model": settings.name}})
         on_state(state)
 
     def load_engine() -> "PagedEngine":
-        done.append(load())
-        return done[0].engine
+        loaded = load()
+        service = Service(
+            name=settings.name,
+            model=loaded.model,
+            plan=loaded.engine.describe(),
+            engine=engine,
+            limits=settings.limits,
+            metrics=context.metrics,
+            adapters=loaded.engine.adapters.names,
+            pooling=settings.pooling,
+        )
+        made.append(service)
+        return loaded.engine
 
     engine = EngineLoop(asyncio.get_running_loop(), on_engine_state, after_step)
     metrics = ServerMetrics(lambda: engine.snapshot)
-    context = ServerContext(settings.name, engine, settings.limits, metrics, time.time())
+    traces = None if settings.otlp_traces_endpoint is None else Traces(settings.otlp_traces_endpoint)
+    context = ServerContext(settings.name, engine, settings.limits, metrics, time.time(), traces)
     return context, lambda: engine.start(load_engine)
 
 

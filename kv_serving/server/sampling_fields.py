@@ -84,8 +84,14 @@ class SamplingFields(RequestModel):
     def sampling_params(
         self, defaults: "GenerationDefaults", *, max_tokens: int, logprobs: bool, top_logprobs: int
     ) -> list["SamplingParams"]:
-        """What to sample each choice with. Raises SamplingParamsError."""
+        """What to sample each choice with. Raises ApiError, SamplingParamsError."""
         from kv_execution import SamplingParams
+
+        if (self.min_tokens or 0) > max_tokens:
+            message = (
+                f"min_tokens is {self.min_tokens} and max_tokens {max_tokens}: lower the first, or raise the other"
+            )
+            raise ApiError(400, message, param="min_tokens")
 
         def given(value: Any, default: Any) -> Any:
             return default if value is None else value

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kv_serving.server.answer import Answer
-from kv_serving.server.chat_protocol import ChatRequest
+from kv_serving.server.chat_protocol import ChatMessage, ChatRequest
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.context import salt_of
 from kv_serving.server.embeddings import Embeddings
@@ -18,6 +18,7 @@ from kv_serving.server.form_fields import JsonObjectFormat, JsonSchemaFormat, Na
 from kv_serving.server.grammars import GrammarConstraint, Grammars
 from kv_serving.server.limits import Concurrency, Limits
 from kv_serving.server.request_group import EventChannel, RequestGroup
+from kv_serving.server.responses import Body
 from kv_serving.server.sampling_fields import SamplingFields
 from kv_serving.server.server_metrics import ServerMetrics
 from kv_serving.server.token_text import TokenTexts
@@ -150,10 +151,17 @@ class Service:
         return CachedPrompt(token_ids, salt_of(tenant, request.cache_salt), self.adapter_of(request.model))
 
     async def _encode_chat(self, request: ChatRequest) -> list[int]:
-        messages = [message.for_template() for message in request.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools_in_use] or None
         if tools and self.tool_format is None:
             raise ApiError(400, "the chat template of this model knows no tools: leave them out", param="tools")
+        return await self.encode_messages(request.messages, tools)
+
+    async def encode_messages(self, given: Sequence[ChatMessage], tools: Sequence[Body] | None = None) -> list[int]:
+        """Token ids of a conversation. Raises ApiError, ChatTemplateError."""
+        messages = [message.for_template() for message in given]
+        if self.model.chat_template is not None and "developer" not in self.model.chat_template.source:
+            for message in messages:  # a new name for system messages, which templates may not know
+                message["role"] = "system" if message["role"] == "developer" else message["role"]
         if sum(len(message["content"]) for message in messages) > LONG_TEXT:
             return await asyncio.to_thread(encode_chat, self.model, messages, tools)
         return encode_chat(self.model, messages, tools)
@@ -164,7 +172,7 @@ class Service:
             tools = [tool.function.model_dump(exclude_none=True) for tool in request.tools_to_call]
             opening = self.tokenizer.token_id(self.tool_format.opening) if self.tool_format.opening else None
             several = request.parallel_tool_calls is not False and not isinstance(request.tool_choice, NamedTool)
-            return await self.grammars.lark(self.tool_format.grammar(tools, opening, several=several))
+            return await self.grammars.calls(self.tool_format, tools, opening, several=several)
         form = request.response_format
         if isinstance(form, JsonObjectFormat):
             return await self.grammars.json_schema({"type": "object"})
@@ -239,4 +247,6 @@ class Service:
                     constraints={index: each for index, each in enumerate(constraints) if each is not None},
                 )
             )
-        return Answer(self._engine, self._metrics, channel, groups, assemblies, self.concurrency)
+        return Answer(
+            self._engine, self._metrics, channel, groups, assemblies, self.concurrency, request.model or self.name
+        )

@@ -18,6 +18,13 @@ class Call(NamedTuple):
     arguments: str
 
 
+class CallForm(NamedTuple):
+    """Calls as a grammar: `start` in Lark's notation, in which `call` is JSON of the schema `call`."""
+
+    start: str
+    call: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """One notation.
@@ -48,12 +55,12 @@ class ToolFormat:
                 calls.append(call)
         return calls or None
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], opening_token: int | None, *, several: bool) -> str:
-        """In Lark's notation: an answer that is one call of one of these functions, or `several`.
+    def form(self, tools: Sequence[Mapping[str, Any]], opening_token: int | None, *, several: bool) -> CallForm:
+        """An answer that is one call of one of these functions, or `several`.
 
         `opening_token` is the id of the token that is spelled as `opening`.
         """
-        schemas = [_call_schema(tool, self.arguments) for tool in tools]
+        schemas = [_call_schema(tool, self.arguments, number) for number, tool in enumerate(tools)]
         one: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         opening = "" if not self.opening else json.dumps(self.opening)
         if opening_token is not None:
@@ -66,7 +73,8 @@ class ToolFormat:
             start = f'({start}) ("\\n" {start})*' if several else start
         else:
             start = 'call (";" call)*' if several else "call"
-        return f"start: {start}\ncall: %json {json.dumps(one)}\n"
+        given = (tool.get("parameters") or {"type": "object"} for tool in tools)
+        return CallForm(start, {**one, "$defs": {str(n): _moved(each, f"#/$defs/{n}") for n, each in enumerate(given)}})
 
     def _call(self, value: Any) -> Call | None:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -93,10 +101,24 @@ def format_of_template(source: str) -> ToolFormat | None:
     return LLAMA3 if '"parameters"' in source else HERMES
 
 
-def _call_schema(tool: Mapping[str, Any], arguments: str) -> dict[str, Any]:
+def _call_schema(tool: Mapping[str, Any], arguments: str, number: int) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool["name"]}, arguments: tool.get("parameters") or {"type": "object"}},
+        "properties": {"name": {"const": tool["name"]}, arguments: {"$ref": f"#/$defs/{number}"}},
         "required": ["name", arguments],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references within itself hold where it stands at the pointer `to` of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # Under a base of its own they would not be found from where it was.
+    moved = {name: _moved(each, to) for name, each in schema.items() if name != "$id" or not isinstance(each, str)}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from kv_execution.compilation_cache import default_cache_folder
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CODE = """
 import json, sys
@@ -52,6 +54,16 @@ def run(golden: Path, home: Path, settings: dict | None = None, **environment: s
 
 def entries(home: Path) -> list[Path]:
     return sorted((home / "jaxkv" / "compilation").glob("jit_*"))
+
+
+def test_a_relative_cache_folder_is_ignored_as_its_specification_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for home in ("cache", "./cache", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        assert default_cache_folder().is_absolute()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_folder() == tmp_path / "jaxkv" / "compilation"
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """Prompts to vectors and to scores: what a plain pass over the whole prompt pools, however the engine divides it."""
 
 import json
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -129,3 +131,28 @@ def test_what_a_model_cannot_do_is_refused(tmp_path):
         load_model(classifier(tmp_path / "three", 3))
     with pytest.raises(JaxkvError, match="is for MistralForSequenceClassification, implemented is Llama"):
         load_model(classifier(tmp_path / "other", 2, architectures=["MistralForSequenceClassification"]))
+
+
+@pytest.mark.parametrize("kind", ["embed_steps", "score_steps"])
+def test_a_program_that_compiles_beside_is_waited_for_and_compiled_once(kind):
+    engine, prompt = make_engine(golden_model("llama"), provider="native", max_step_tokens=32), list(range(3, 43))
+    given = [prompt, prompt[:5]] if kind == "embed_steps" else prompt
+    waiting: list[tuple[Future, Callable]] = []
+
+    def beside(function):
+        waiting.append((Future(), function))
+        return waiting[-1][0]
+
+    parts = getattr(engine, kind)(given, beside=beside)
+    got, idle = [], 0
+    for part in parts:
+        got.append(part)
+        for future, function in waiting:
+            if not future.done():
+                idle += 1
+                assert len(part) == 0
+                future.set_result(function())
+    assert idle == len(waiting) > 1  # each shape once
+    traces = engine.stats().traces
+    np.testing.assert_array_equal(np.concatenate(got), np.concatenate(list(getattr(engine, kind)(given))))
+    assert engine.stats().traces == traces

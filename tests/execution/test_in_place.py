@@ -25,7 +25,7 @@ def deep_engine(request, tmp_path_factory) -> PagedEngine:
 def compiled_step(engine: PagedEngine, shape: StepShape) -> jax.stages.Compiled:
     runtime = engine._runtime
     inputs = runtime._inputs.of(None, shape)
-    return runtime._programs.forward.lower(engine.model.params, runtime.state, inputs).compile()
+    return runtime.programs.forward.lower(engine.model.params, runtime.state, inputs).compile()
 
 
 def test_buffer_pointers_stay_the_same_over_a_hundred_steps(deep_engine):

@@ -53,7 +53,7 @@ def compiled_step(model, provider: str, **settings) -> Module:
     )
     runtime = engine._runtime
     inputs = runtime._inputs.of(None, SHAPE)
-    compiled = runtime._programs.forward.lower(engine.model.params, runtime.state, inputs).compile()
+    compiled = runtime.programs.forward.lower(engine.model.params, runtime.state, inputs).compile()
     return Module(compiled.as_text(), compiled.memory_analysis(), engine)
 
 

@@ -77,3 +77,25 @@ def test_what_prompts_need_is_foreseen_and_no_more(lengths, max_tokens):
     assert engine._runtime.counters.shapes <= set(needed)
     if max_tokens == 1:
         assert engine._runtime.counters.shapes == set(needed)
+
+
+def test_no_shape_is_longer_than_the_pool():
+    settings = {"max_requests": 1, "max_step_tokens": 64, "max_context": 512}
+    roomy = make_engine(golden_model("llama"), pages=40, **settings).describe()
+    assert max(shape.max_seqlen_k for shape in roomy.shapes) == 512
+    engine = make_engine(golden_model("llama"), pages=15, **settings)
+    plan = engine.describe()
+    assert (plan.max_context, max(shape.max_seqlen_k for shape in plan.shapes)) == (512, 256)
+    engine.warmup_paged()
+    traces = engine.stats().traces
+    full = plan.layout.usable_tokens
+    (result,) = engine.generate([np.arange(full - 20) % 300], SamplingParams(max_tokens=21, ignore_eos=True))
+    assert len(result.tokens) == 21
+    assert engine.stats().traces == traces
+
+
+def test_constraints_share_the_sampler_of_the_rest():
+    engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=16)
+    shapes = engine.warmup_paged(constrained=True)
+    # One program of the network per shape, and per number of rows the greedy one, the large one and the mask.
+    assert engine.stats().traces <= len(shapes) + 3 * len({shape.rows for shape in shapes})

@@ -34,6 +34,7 @@ class LetterTokenizer:
     """A token is a code point; token 0 is special."""
 
     vocab_size = 0x110000
+    special_texts = None
 
     def encode(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [ord(letter) for letter in text]

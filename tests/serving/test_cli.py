@@ -1,6 +1,7 @@
 """The command line: what goes to which stream, and one line with exit status 2 for everything a user can get wrong."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,37 @@ def test_ctrl_c_exits_with_130(parrot: FakeBatcher, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(cli, "open_model", interrupt)
     assert cli.run(["generate", "parrot", "--prompt", "x"]) == 130
+
+
+def test_ctrl_c_while_the_imports_are_on_their_way_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kv_serving.console_script import main; main()"
+    child = run_child(code, "--help")
+    assert child.stdout is not None
+    assert child.stdout.readline() == "importing\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60) == ("", "")
+    assert child.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_is_the_command_s_again_once_all_is_imported() -> None:
+    code = (
+        "import os, signal; from kv_serving import cli, console_script;"
+        "cli.run = lambda: print(signal.getsignal(signal.SIGINT) is signal.default_int_handler) or 0;"
+        "console_script.main()"
+    )
+    assert run_child(code).communicate(timeout=60) == ("True\n", "")
+
+
+@pytest.mark.parametrize("command", [["generate", "nowhere", "--prompt", "x", "--adapter"], ["serve", "nowhere"]])
+def test_an_adapter_that_is_not_there_is_told_before_the_model_is_loaded(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    option = str(tmp_path) if command[0] == "generate" else f"--adapter=poems={tmp_path}"
+    assert cli.run([*command, option]) == 2
+    assert capsys.readouterr().err == (
+        f"jaxkv: {tmp_path} has no adapter_config.json: give the directory of a PEFT LoRA adapter\n"
+    )
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

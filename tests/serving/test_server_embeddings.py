@@ -2,13 +2,16 @@
 
 import base64
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from openai import OpenAI
 from server_case import Case, running_server, wait_for
 
+from kv_execution.runtime import PagedRuntime
 from kv_serving.server.limits import Limits
 
 TEXTS = ["the rest", "and then some more of it, one after another", "in"]
@@ -109,3 +112,55 @@ def test_answers_go_on_between_the_steps_of_a_long_one(case: Case) -> None:
 
 def test_a_deadline_ends_it_and_gives_its_pages_back(case: Case) -> None:
     case.post("/v1/embeddings", 408, input=[list(range(5, 105))] * 500, deadline_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [list(range(5, 45))] * 3}),
+        ("/v1/completions", {"prompt": list(range(5, 45)), "echo": True, "logprobs": 1, "max_tokens": 0}),
+    ],
+)
+def test_answers_go_on_while_what_a_prompt_needs_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    original = PagedRuntime.compiler_of
+
+    def compiler_of(self: PagedRuntime, *arguments: object) -> Callable[[], object]:
+        compile_program = original(self, *arguments)  # type: ignore[arg-type]
+
+        def slow() -> None:
+            begun.set()
+            assert go_on.wait(60)
+            compile_program()
+
+        return slow
+
+    monkeypatch.setattr(PagedRuntime, "compiler_of", compiler_of)
+    with running_server(tmp_path) as case, ThreadPoolExecutor(1) as client:
+        answer = client.submit(case.post, path, **body)
+        assert begun.wait(60)
+        for _ in range(2):
+            case.post("/v1/completions", prompt=[5, 6, 7], max_tokens=5)
+        assert not answer.done()
+        go_on.set()
+        answer.result(60)
+        case.settle()
+
+
+def test_a_program_that_cannot_be_compiled_fails_its_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiler_of(self: PagedRuntime, *arguments: object) -> Callable[[], object]:
+        def fail() -> None:
+            raise RuntimeError("injected: the compiler has given up")
+
+        return fail
+
+    with running_server(tmp_path) as case:
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedRuntime, "compiler_of", compiler_of)
+            case.post("/v1/embeddings", 500, input="the")
+        case.settle()
+        case.post("/v1/embeddings", input="the")

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 
 import pytest
 from server_case import ENGINE, Case, running_server
+
+from kv_serving.server import grammars
 
 WRONG = {"name": "x", "schema": {"type": "no"}}
 CHAT = [{"role": "user", "content": "the rest"}]
@@ -29,6 +32,18 @@ def tool(name: str) -> dict[str, object]:
 
 def looping(schema: dict[str, object]) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def nested(keyword: str, depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        schema = {keyword: [schema]}
+    return schema
+
+
+def with_parameters(parameters: dict[str, object]) -> dict[str, object]:
+    function = {"name": "f", "parameters": parameters}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
 
 
 TOOLS = [tool("near"), tool("far")]
@@ -112,6 +127,62 @@ def test_a_conversation_with_calls_and_results_is_rendered(case: Case) -> None:
     assert answer["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_call_that_is_cut_off_is_text_and_no_call(case: Case, stream: bool) -> None:
+    asked = {"messages": CHAT, "tools": TOOLS, "tool_choice": "required", "max_tokens": 25, "temperature": 0}
+    if stream:
+        parts = [part for event in case.stream("/v1/chat/completions", **asked) for part in event["choices"]]
+        assert not any("tool_calls" in part["delta"] for part in parts)
+        content, reason = "".join(part["delta"].get("content", "") for part in parts), parts[-1]["finish_reason"]
+    else:
+        (choice,) = case.post("/v1/chat/completions", **asked)["choices"]
+        assert "tool_calls" not in choice["message"]
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+    assert content.startswith("<tool_call>\n")
+    assert reason == "length"
+
+
+def test_parameters_of_a_tool_may_refer_to_their_own_definitions(case: Case) -> None:
+    parts = {"word": {"enum": ["a", "b"]}, "words": {"type": "array", "items": {"$ref": "#/$defs/word"}, "maxItems": 2}}
+    parameters = {"type": "object", "properties": {"w": {"$ref": "#/$defs/words"}}, "required": ["w"]}
+    parameters |= {"additionalProperties": False, "$defs": parts, "$id": "https://example.com/f"}
+    asked = {**with_parameters(parameters), "max_tokens": 120, "temperature": 1.0, "seed": 3}
+    (choice,) = case.post("/v1/chat/completions", messages=CHAT, **asked)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])["w"]) <= {"a", "b"}
+
+
+def test_one_of_several_types_is_taken_for_any_of_them(case: Case) -> None:
+    kinds = {kind: {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab"}
+    kinds = {kind: {**schema, "additionalProperties": False} for kind, schema in kinds.items()}
+    form = looping({"$defs": kinds, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]})
+    asked = {"messages": CHAT, "response_format": form, "max_tokens": 80, "temperature": 1.0, "seed": 2}
+    (choice,) = case.post("/v1/chat/completions", **asked)["choices"]
+    assert json.loads(choice["message"]["content"])["kind"] in "ab"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_form_that_is_too_much_for_its_parser_ends_in_an_error(case: Case, stream: bool) -> None:
+    form = looping({"type": "object", "properties": {f"k{number}": {"type": "string"} for number in range(3000)}})
+    asked = {"messages": CHAT, "response_format": form, "max_tokens": 80}
+    if stream:
+        text = case.http.post("/v1/chat/completions", json={**asked, "stream": True}).text
+        error = json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]
+    else:
+        error = case.post("/v1/chat/completions", 400, **asked)["error"]
+    assert "the form is too much to keep to" in error["message"]
+
+
+def test_nobody_waits_for_a_compiler_without_end(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(grammars, "COMPILE_S", 0.05)
+    monkeypatch.setattr(grammars.Grammars, "_compile", lambda *_: go_on.wait(60))
+    form = looping(nested("anyOf", 7))
+    error = case.post("/v1/chat/completions", 400, messages=CHAT, response_format=form)["error"]
+    go_on.set()
+    assert error["message"] == "the form takes more than 0.05 s to compile: simplify it"
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -140,6 +211,42 @@ def test_a_conversation_with_calls_and_results_is_rendered(case: Case) -> None:
             "refers to itself without end",
         ),
         ({"response_format": looping({"anyOf": [{"$ref": "#"}]})}, 400, "refers to itself without end"),
+        ({"response_format": looping({"allOf": [{"$ref": "#"}]})}, 400, "refers to itself without end"),
+        (
+            {
+                "response_format": looping(
+                    {"allOf": [{"anyOf": [{"$ref": "#/$defs/a"}]}], "$defs": {"a": {"oneOf": [{"$ref": "#"}]}}}
+                )
+            },
+            400,
+            "refers to itself without end",
+        ),
+        (
+            {
+                "response_format": looping(
+                    {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}]}}, "required": ["a"], "type": "object"}
+                )
+            },
+            400,
+            "refers to itself without end",
+        ),
+        (
+            {"response_format": looping({"type": "array", "items": {"$ref": "#"}, "minItems": 1})},
+            400,
+            "refers to itself without end",
+        ),
+        ({"response_format": looping({"$ref": "#/$defs/no"})}, 400, "Pointer '/$defs/no' does not exist"),
+        ({"response_format": looping({"not": {}})}, 400, "Unimplemented keys"),
+        *(
+            ({"response_format": looping(nested(keyword, depth))}, 400, "nested too deeply")
+            for keyword in ("allOf", "anyOf")
+            for depth in (70, 300)
+        ),
+        (with_parameters({"$ref": "#"}), 400, "refers to itself without end"),
+        (with_parameters({"type": "no"}), 400, "the form cannot be kept to: Invalid type: no"),
+        (with_parameters({"anyOf": [{"$ref": "#"}]}), 400, "refers to itself without end"),
+        (with_parameters(nested("anyOf", 70)), 400, "recursion limit exceeded"),
+        (with_parameters(nested("anyOf", 300)), 400, "nested too deeply"),
         ({"response_format": {"type": "xml"}}, 422, "response_format"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, 400, "leave out min_tokens"),
         ({"tool_choice": "required"}, 400, "tool_choice asks for a tool"),

@@ -26,6 +26,7 @@ from kv_serving import cli
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.engine_loop import EngineLoop
+from kv_serving.server.guard import OPEN_PATHS
 from kv_serving.server.limits import Limits
 from kv_serving.server.request_group import EventChannel, RequestGroup
 from kv_serving.server.run import Loaded, ServerSettings, listen, serve
@@ -226,6 +227,17 @@ def test_two_models_of_one_name_are_refused(
     assert "choose another name" in capsys.readouterr().err
 
 
+def test_a_group_of_processes_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.run(["serve", "nowhere", "--tp", "2", "--coordinator", "host:7777"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("jaxkv: --coordinator host:7777: a server is one process")
+    monkeypatch.setenv("JAXKV_COORDINATOR", "host:7777")
+    assert cli.run(["serve", "nowhere"]) == 2
+    assert capsys.readouterr().err == told
+
+
 def test_clients_call_a_model_by_its_own_name_without_folders(tmp_path: Path) -> None:
     assert default_name(f"{tmp_path}/") == tmp_path.name
     assert default_name("owner/name") == "owner/name"
@@ -295,6 +307,29 @@ def test_no_salt_reaches_what_is_cached_for_another_key(tmp_path: Path) -> None:
             ("beta", (None, "x:y", "alpha", "alpha:x:y")),
         ]
         assert [cached(key, salt) for key, salts in others for salt in salts] == [0] * 9
+
+
+def test_what_needs_no_key_tells_nothing_of_a_request_or_a_tenant(tmp_path: Path) -> None:
+    keys = ApiKeys(["alphakey"])
+    with running_server(tmp_path, api_keys=keys) as case:
+        secrets = [
+            "alphakey",
+            "saltysalt",
+            "unspeakable",
+            "requestname",
+            "someuser",
+            keys.tenant_of(b"Bearer alphakey"),
+        ]
+        headers = {"authorization": "Bearer alphakey", "x-request-id": "requestname"}
+        asked = {"cache_salt": "saltysalt", "user": "someuser", "prompt": "unspeakable", "max_tokens": 2}
+        case.post("/v1/completions", headers=headers, **asked)
+        case.post("/v1/unspeakable", 404, headers=headers)
+        for path in sorted(OPEN_PATHS):
+            response = case.http.get(path)
+            assert response.status_code == 200
+            assert not [secret for secret in secrets if secret in response.text]
+        assert len(OPEN_PATHS) == 6
+        assert case.http.get("/openapi.json").status_code == 401
 
 
 def test_an_engine_that_cannot_go_on_fails_whoever_waits_and_ends_the_server(

@@ -20,7 +20,7 @@ def test_the_wheel_holds_every_module_and_the_command(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "jaxkv = kv_serving.cli:main" in archive.read(entry_points).decode()
+        assert "jaxkv = kv_serving.console_script:main" in archive.read(entry_points).decode()
     files = [path for layer in LAYERS for path in (REPOSITORY / layer).rglob("*")]
     shipped = {str(path.relative_to(REPOSITORY)) for path in files if path.suffix in (".py", ".html")}
     assert "kv_serving/server/status.html" in shipped
