@@ -123,7 +123,6 @@ def serve(
         max_requests=max_requests,
         max_waiting=max_waiting,
         max_step_tokens=max(max_step_tokens, max_requests),
-        max_context=max_context,
         compilation_cache=compilation_cache,
     )
     settings = ServerSettings(
@@ -146,7 +145,7 @@ def serve(
 
     def load() -> Loaded:
         console = Console(stderr=True)
-        loaded = open_model(model, dtype, console, tensor_parallel)
+        loaded = open_model(model, dtype, console, tensor_parallel, max_context)
         engine = start_engine(loaded, config, console, warm_up=warm_up, constrained=True)
         for adapter_name, directory in adapters.items():
             engine.adapters.load(adapter_name, directory)

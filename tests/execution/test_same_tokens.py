@@ -57,6 +57,20 @@ def test_neighbours_that_come_and_go_change_nothing(provider, prompts, expected)
     assert engine.stats().pages_in_use == 0
 
 
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_log_probabilities_have_the_same_bits_alone_together_in_chunks_and_after_a_prefix_hit(dtype, prompts):
+    model, params = golden_model("llama", dtype), SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
+    engine = make_engine(model, provider="native")
+    alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+    again = [engine.generate([prompt], params)[0] for prompt in prompts]
+    assert any(result.cached_tokens for result in again)
+    together = engine.generate([*prompts, *prompts], params)
+    chunked = make_engine(model, provider="native", max_step_tokens=7, max_requests=3).generate(prompts, params)
+    for results in (again, together[:4], together[4:], chunked):
+        for mine, theirs in zip(results, alone, strict=True):
+            assert (mine.tokens, mine.logprobs) == (theirs.tokens, theirs.logprobs)
+
+
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_a_preemption_at_any_step_changes_nothing(name, prompts, expected):
     # Without the prefix cache, so that every prompt takes as many steps as the first.

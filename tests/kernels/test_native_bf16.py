@@ -175,6 +175,7 @@ def test_a_decode_has_the_same_bits_among_many_whose_heads_are_taken_together():
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
     lengths = [5, 700, 64, 65, 130, 1100, 1, 90, 200, 33]
     together = make_case(7, kv_len=lengths, query_len=[1] * len(lengths), **sizes)
-    whole = attend(together)
+    with running(threads=1):  # heads are taken apart where threads would be without work
+        whole = attend(together)
     for row in range(len(lengths)):
         np.testing.assert_array_equal(attend(alone(together, row, slice(0, 1))), whole[row : row + 1])
