@@ -265,10 +265,10 @@ class PagedEngine:
         return self._require_runtime().scheduler.residency.trie.take_changes()
 
     def prefix_keys(self, token_ids: TokenIds, *, cache_salt: str = "", adapter: str | None = None) -> list[bytes]:
-        """The keys of a prompt's full pages in the prefix cache, in order. Raises PromptError, AdapterNameError."""
+        """Keys of a prompt's full pages in the prefix cache, for any thread. Raises PromptError, AdapterNameError."""
         namespace = self._namespace_of(cache_salt, self.adapters.choice(adapter))
-        prompt = checked_prompt(token_ids, self.model.spec.vocab_size)
-        return self._require_runtime().scheduler.residency.trie.page_keys(namespace, prompt)
+        trie = (self._runtime or self._require_runtime()).scheduler.residency.trie  # in the middle of a step, too
+        return trie.page_keys(namespace, checked_prompt(token_ids, self.model.spec.vocab_size))
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached prefix and return how many pages that freed; running requests keep theirs."""

@@ -13,6 +13,7 @@ from kv_control.prefix_values import MissReason
 from kv_control.scheduler import Scheduler
 from kv_execution import PagedEngine, SamplingParams
 from kv_execution.adapters import WITHOUT
+from kv_execution.runtime import PagedRuntime
 from models import load_model
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -283,3 +284,17 @@ def test_the_keys_of_a_prompt_are_those_that_its_pages_come_and_go_under(prompt)
     engine.init_paged_runtime()
     engine.generate([prompt], GREEDY)
     assert engine.prefix_changes() == (keys, [], True)
+
+
+def test_the_keys_of_a_prompt_can_be_asked_for_in_the_middle_of_a_step(prompt, monkeypatch):
+    engine = make_engine(golden_model("llama"))
+    keys, asked, original = engine.prefix_keys(prompt), [], PagedRuntime.forward
+
+    def forward(self, *arguments):
+        asked.append(engine.prefix_keys(prompt))
+        return original(self, *arguments)
+
+    monkeypatch.setattr(PagedRuntime, "forward", forward)
+    engine.generate([prompt], GREEDY)
+    assert asked
+    assert all(each == keys for each in asked)

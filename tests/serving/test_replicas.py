@@ -104,6 +104,17 @@ def test_a_prompt_goes_where_it_is_cached_and_answers_as_one_engine(client: http
             assert (replica, cached >= 80) == (place, True)
 
 
+def test_prompts_find_their_cache_while_others_are_answered(client: httpx.Client) -> None:
+    def turns(number: int) -> list[tuple[str, int]]:
+        prompt = [number, *range(90, 170)]
+        return [ask(client, [*prompt, turn])[:2] for turn in range(5, 13)]
+
+    with ThreadPoolExecutor(4) as clients:
+        for places in clients.map(turns, range(60, 72)):
+            assert len({place for place, _ in places}) == 1
+            assert [cached for _, cached in places] == [0] + [80] * 7
+
+
 def test_a_stream_is_the_whole_answer(client: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "the rest"}], "max_tokens": 30, "seed": 3, "temperature": 1.0}
     whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
