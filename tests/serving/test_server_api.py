@@ -216,6 +216,15 @@ def test_a_body_that_is_no_request_is_refused(case: Case, content: bytes, status
     assert set(response.json()) == {"error"} or status == 200
 
 
+def test_a_path_or_a_method_that_is_not_there_is_told_where_to_look(case: Case) -> None:
+    for method, path, status, message in (
+        ("GET", "/v2/models", 404, "there is no /v2/models: see /openapi.json for what there is"),
+        ("DELETE", "/v1/models", 405, "/v1/models takes no DELETE: see /openapi.json for what it takes"),
+    ):
+        response = case.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["message"]) == (status, message)
+
+
 def test_a_request_keeps_its_id(case: Case) -> None:
     assert case.http.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
     made = case.http.get("/version", headers={"x-request-id": "not a word"}).headers["x-request-id"]
