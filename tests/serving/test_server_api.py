@@ -182,7 +182,7 @@ def test_the_model_is_listed(case: Case) -> None:
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
         ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs is 21"),
         ("/detokenize", {"tokens": [400]}, 400, "token id 400"),
-        ("/nowhere", {}, 404, "Not Found"),
+        ("/nowhere", {}, 404, "there is no /nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_in_openais_shape(
