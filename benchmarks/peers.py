@@ -83,7 +83,7 @@ class Clock:
 class Jaxkv:
     """This engine: as a server would set it up, or no larger than a workload needs, as `jaxkv generate` does."""
 
-    def __init__(self, path: Path, *, kv: str, only: Workload | None = None) -> None:
+    def __init__(self, path: Path, *, kv: str, dtype: str = "float32", only: Workload | None = None) -> None:
         import jax
         import jax.numpy as jnp
 
@@ -91,7 +91,7 @@ class Jaxkv:
         from kv_execution import EngineConfig, PagedEngine
         from models import load_model
 
-        model = load_model(path)
+        model = load_model(path, dtype=dtype)
         spec = model.spec
         rows, step_tokens, context, kv_tokens = MAX_REQUESTS, BATCH_TOKENS, MAX_CONTEXT, KV_TOKENS
         if only is not None:

@@ -57,6 +57,7 @@ THREADED = {"threads": THREADS}
 ENGINES = {
     # Sixteen bits of K/V beside quantized weights, as the peers have it by default.
     "jaxkv.stored": Engine(Jaxkv, None, {"kv": "float16"}),
+    "jaxkv.stored_bf16": Engine(Jaxkv, None, {"kv": "bfloat16", "dtype": "bfloat16"}),
     "jaxkv.float32": Engine(Jaxkv, "float32", {"kv": "float32"}, traces=False),
     "llama_cpp.stored": Engine(LlamaCpp, None, THREADED),
     "llama_cpp.float32": Engine(LlamaCpp, "float32", THREADED, traces=False),
@@ -152,7 +153,7 @@ def entrant_of(name: str, model: Path) -> Entrant:
     engine = ENGINES[name]
     path = model if engine.form is None else in_form(model, engine.form, MODEL.parent)
     command = [sys.executable, __file__, "--worker", name, "--model", str(path)]
-    return Entrant(command, path, engine.traces, 2 if engine.options.get("kv") == "float16" else 4)
+    return Entrant(command, path, engine.traces, 4 if engine.options.get("kv") == "float32" else 2)
 
 
 def read_workloads(path: Path) -> dict[str, Workload]:

@@ -29,7 +29,8 @@ class ModelSpec:
         attention_reach: tokens that a query sees in any layer, itself included: the largest window where every layer
             has one; None where a layer sees all.
         attention_soft_cap: scores become cap * tanh(score / cap); None leaves them.
-        num_labels: scores that it gives a sequence, in the place of logits; None where it generates text.
+        num_labels: scores that it gives a sequence, in the place of logits; 0 where it makes embeddings alone, None
+            where it generates text.
 
     Raises:
         ModelSpecError: a size below 1, or query heads that do not divide into the K/V heads.

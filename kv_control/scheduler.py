@@ -113,7 +113,8 @@ class Scheduler:
         namespace: bytes = b"",
         read_cache: bool = True,
     ) -> RequestHandle:
-        """Give a request a row at once; only `schedule_held` moves it, and it is never preempted.
+        """Give a request a row at once; only `schedule_held` moves it, and it is never preempted. Without new tokens
+        the prompt may fill the context.
 
         Raises what `submit` raises but QueueFullError, NoFreeRowError where no row is free, and OutOfPagesError where
         its prompt does not fit.
@@ -207,16 +208,17 @@ class Scheduler:
         tokens = len(token_ids)
         if tokens < 1:
             raise RequestTooLargeError("the prompt is empty; give at least one token")
-        if tokens >= self._max_context:
+        if tokens + (max_new_tokens > 0) > self._max_context:
             raise RequestTooLargeError(
-                f"the prompt has {tokens} tokens and the context holds {self._max_context}, one of them for the "
-                f"answer; shorten the prompt"
+                f"the prompt has {tokens} tokens and the context holds {self._max_context}"
+                f"{', one of them for the answer' if max_new_tokens else ''}; shorten the prompt"
             )
-        total = min(tokens + max_new_tokens, self._max_context)
+        # The token that needs no K/V is the last of the answer, or one behind the prompt that is never sampled.
+        total = min(tokens + max_new_tokens, self._max_context) if max_new_tokens else tokens + 1
         needed = self.residency.pages_to_run(total - 1)
         if needed > self.layout.usable_pages:
             raise RequestTooLargeError(
-                f"{tokens} prompt tokens and {total - tokens} new ones need {needed} pages of "
+                f"{tokens} prompt tokens and {total - tokens if max_new_tokens else 0} new ones need {needed} pages of "
                 f"{self.layout.tokens_per_page} tokens and the pool has {self.layout.usable_pages}; "
                 "raise kv_pool_bytes or lower max_tokens"
             )

@@ -7,10 +7,13 @@ from kv_execution.embedding import EmbeddingError
 from kv_execution.engine import NotInitializedError, PagedEngine
 from kv_execution.engine_values import EnginePlan, EngineStats
 from kv_execution.held_requests import PrefillResult
-from kv_execution.processes import PeerLostError, ProcessGroup, ProcessGroupError, join_processes
+from kv_execution.process_group import ProcessGroup
+from kv_execution.process_meeting import ProcessGroupError
+from kv_execution.processes import join_processes
 from kv_execution.requests import GenerationResult, TokenLogprob, TokenOutput
 from kv_execution.runtime import InterruptedStepError
 from kv_execution.sampling_params import SamplingParams, SamplingParamsError
+from kv_kernels.peers import PeerLostError
 
 __all__ = [
     "AdapterNameError",

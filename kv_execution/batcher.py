@@ -255,7 +255,9 @@ class Batcher:
 
 
 def check_generates(spec: ModelSpec) -> None:
-    """Raises RequestOptionError for a model that has labels in the place of a vocabulary."""
+    """Raises RequestOptionError for a model that has labels in the place of a vocabulary, or no head at all."""
+    if spec.num_labels == 0:
+        raise RequestOptionError(f"{spec.name} has no output matrix and generates nothing; use embed")
     if spec.num_labels is not None:
         raise RequestOptionError(
             f"{spec.name} classifies sequences with {spec.num_labels} labels and generates nothing; use classify or "

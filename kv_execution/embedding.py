@@ -108,7 +108,8 @@ class Embedder:
             if progress is not None:
                 progress(done, shape)
             self._prompt_programs.compile_pool(shape, self._zeros())
-        np.asarray(self._runtime.programs.classify(self._runtime.params, self._zeros()))
+        if self._spec.num_labels:
+            np.asarray(self._runtime.programs.classify(self._runtime.params, self._zeros()))
 
     def none(self, pooling: str) -> NDArray[np.float32]:
         """The vectors of no prompts. Raises EmbeddingError for a pooling that there is not, or not for this model."""
@@ -133,7 +134,7 @@ class Embedder:
             if handles and (room < 0 or not scheduler.residency.request_map.free_rows):
                 return
             handles.append(
-                scheduler.hold(next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False)
+                scheduler.hold(next(self._request_ids), prompt, max_new_tokens=0, namespace=namespace, read_cache=False)
             )
             self._runtime.begin(handles[-1].row, adapter_slot=adapter_slot)
 
@@ -170,5 +171,5 @@ def normalized(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def check_classifies(spec: ModelSpec) -> None:
     """Raises EmbeddingError for a model without a classification head."""
-    if spec.num_labels is None:
+    if not spec.num_labels:
         raise EmbeddingError(f"{spec.name} has no classification head; use embed, or another model")

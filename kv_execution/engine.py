@@ -21,7 +21,7 @@ from kv_control.prefix_values import PrefixStatistics
 from kv_control.request_map import RequestHandle
 from kv_execution.adapters import AdapterChoice, Adapters
 from kv_execution.batcher import Batcher, checked_prompt
-from kv_execution.bulk import generate_all
+from kv_execution.bulk import AdapterNames, generate_all, one_each
 from kv_execution.compilation_cache import use_compilation_cache
 from kv_execution.config import EngineConfig, EngineConfigError
 from kv_execution.drivers import Drivers, drivers_of
@@ -137,7 +137,6 @@ class PagedEngine:
     ) -> tuple[StepShape, ...]:
         """Compile `shapes`, or every shape that a step can have, and return them; `progress(done, shape)` is called
         before each. `params` are all that will be used; without them, any may be. `constrained`: and constraints too.
-        Of a classifier, what `classify` needs.
         """
         shapes = self._buckets.reachable() if shapes is None else tuple(shapes)
         if self.model.spec.num_labels is not None:
@@ -147,13 +146,16 @@ class PagedEngine:
         self._require_runtime().warm_up(shapes, progress, samplers=samplers_for(plain, constrained))
         return shapes
 
-    def shapes_needed(self, prompts: Sequence[TokenIds], params: Sequence[SamplingParams]) -> tuple[StepShape, ...]:
-        """The shapes that `prompts` alone will reach, for `warmup_paged`; `params` are one per prompt.
-
-        Raises PromptError, RequestTooLargeError or QueueFullError for prompts that `generate` would refuse.
+    def shapes_needed(
+        self, prompts: Sequence[TokenIds], params: Sequence[SamplingParams], *, adapters: AdapterNames = None
+    ) -> tuple[StepShape, ...]:
+        """The shapes that `prompts` alone will reach, for `warmup_paged`; `params` are one per prompt, `adapters` as in
+        `generate`. Raises PromptError, AdapterNameError, RequestTooLargeError or QueueFullError where that would.
         """
         checked = [checked_prompt(prompt, self.model.spec.vocab_size) for prompt in prompts]
-        return shapes_needed(scheduler_for(self._planned, self.model.spec, self.config), self._buckets, checked, params)
+        apart = [self.adapters.choice(name).fingerprint or b"" for name in one_each(adapters, len(prompts))]
+        scheduler = scheduler_for(self._planned, self.model.spec, self.config)
+        return shapes_needed(scheduler, self._buckets, checked, params, apart)
 
     def prefill_paged(
         self,
@@ -193,12 +195,10 @@ class PagedEngine:
         prompts: Sequence[TokenIds],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapters: str | Sequence[str | None] | None = None,
+        adapters: AdapterNames = None,
     ) -> list[GenerationResult]:
-        """Run every prompt to its end; results are in the order of the prompts.
-
-        `params` and `adapters` are one for all, or one per prompt. Raises what `Batcher.submit` raises, before anything
-        has run.
+        """Run every prompt to its end; results are in the order of the prompts. `params` and `adapters` are one for
+        all, or one per prompt. Raises what `Batcher.submit` raises, before anything has run.
         """
         return generate_all(self.batcher(), self._require_runtime(), prompts, params, adapters)
 

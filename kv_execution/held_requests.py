@@ -119,7 +119,7 @@ class HeldRequests:
         runtime = self._runtime
         # Every token has to be computed for its logits, so nothing is taken from the cache.
         handle = runtime.scheduler.hold(
-            next(self._request_ids), prompt, max_new_tokens=1, namespace=namespace, read_cache=False
+            next(self._request_ids), prompt, max_new_tokens=0, namespace=namespace, read_cache=False
         )
         try:
             runtime.begin(handle.row, adapter_slot=adapter_slot)

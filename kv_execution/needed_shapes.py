@@ -15,8 +15,9 @@ def shapes_needed(
     buckets: ShapeBuckets,
     prompts: Sequence[NDArray[np.int32]],
     params: Sequence[SamplingParams],
+    namespaces: Sequence[bytes],
 ) -> tuple[StepShape, ...]:
-    """Shapes of the steps that `scheduler`, which is new and used up here, gives these prompts.
+    """Shapes of the steps that `scheduler`, which is new and used up here, gives these prompts in their namespaces.
 
     Prefill is rehearsed, since who shares with whom decides its chunks. Of decodes every number of rows counts, since
     requests end when they will. Prompts beyond the rows there are come later, in shapes that are not foreseen.
@@ -24,7 +25,7 @@ def shapes_needed(
     shapes: set[StepShape] = set()
     waiting = {index: each for index, each in enumerate(params[: buckets.max_rows])}
     for index, each in waiting.items():
-        scheduler.submit(index, prompts[index], max_new_tokens=each.max_tokens)
+        scheduler.submit(index, prompts[index], max_new_tokens=each.max_tokens, namespace=namespaces[index])
     rows, longest, total = len(waiting), 0, 0
     while waiting and (plan := scheduler.schedule()) is not None:
         shapes.add(buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max())))

@@ -31,8 +31,8 @@ def plan_for(model: CausalModel, config: EngineConfig) -> Planned:
         )
     if config.max_context is not None and config.max_context > spec.max_context:
         raise EngineConfigError(
-            f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} was made for; "
-            "lower it"
+            f"max_context {config.max_context} is beyond the {spec.max_context} tokens that {spec.name} was loaded "
+            "for; lower it"
         )
     width = 1 if model.tensor_mesh is None else model.tensor_mesh.width
     layout = layout_for_budget(

@@ -20,7 +20,7 @@ from kv_control.scheduler import Scheduler
 from kv_control.step_plan import StepPlan
 from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
-from kv_execution.processes import PeerLostError
+from kv_execution.processes import connect
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
 from kv_execution.sampler_programs import choose_tokens, compile_sampler
 from kv_execution.sampler_state import empty_sampler_state, set_request
@@ -29,6 +29,7 @@ from kv_execution.sampling_table import SamplingTable
 from kv_execution.step import DeviceState, GreedyResult, StepPrograms
 from kv_execution.step_inputs import StepInputs
 from kv_kernels.adapters import NO_ADAPTER
+from kv_kernels.peers import together
 from kv_kernels.provider import KernelProvider
 from kv_kernels.tensor_parallel import TensorMesh
 
@@ -92,6 +93,7 @@ class PagedRuntime:
             provider, self.layout, buckets.max_rows, self._adapter_slots if has_adapters else None
         )
         self._ran: set[tuple[object, ...]] = set()
+        connect(mesh)
         with reporting_cache_faults():
             self.state = DeviceState(
                 pools=allocate_pools(self.layout, mesh),
@@ -124,18 +126,11 @@ class PagedRuntime:
         self.require_sound()
         self._interrupted = True
         try:
-            yield
+            with together("a step", self._num_processes):
+                yield
         except OutOfPagesError:
             self._interrupted = False
             raise
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            if self._num_processes == 1 or isinstance(error, JaxkvError):
-                raise
-            # A collective that fails comes as either.
-            raise PeerLostError(
-                f"a step of {self._num_processes} processes failed, which is how the end of one of them shows "
-                f"({' '.join(str(error).split())[:200]}): start all of them again"
-            ) from error
         self._interrupted = False
 
     def warm_up(

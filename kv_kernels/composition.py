@@ -148,7 +148,9 @@ def normalize(
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """silu, or gelu in its tanh form."""
+    """silu, gelu in its tanh form, or the square of relu."""
+    if activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
     return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
 
 

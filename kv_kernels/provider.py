@@ -80,7 +80,8 @@ class Rotation(NamedTuple):
     sin: jax.Array
 
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
+"""relu2 stands alone: no pass is gated by it."""
 
 
 class Placement(NamedTuple):

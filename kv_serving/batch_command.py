@@ -38,12 +38,11 @@ def batch(
         tokens_per_page=tokens_per_page,
         max_requests=max_requests,
         max_step_tokens=max(256, max_requests),
-        max_context=max_context,
     )
     console = Console(stderr=True)
 
     def load() -> Loaded:
-        loaded = open_model(model, dtype, console, tensor_parallel)
+        loaded = open_model(model, dtype, console, tensor_parallel, max_context)
         return Loaded(loaded, start_engine(loaded, config, console, warm_up=False))
 
     columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

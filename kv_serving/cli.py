@@ -55,6 +55,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tok
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="A system message, before the first turn.")]
 Dtype = Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")]
+MaxContext = Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")]
 PoolBytes = Annotated[str, typer.Option(metavar="SIZE", help="Most memory for the K/V pages, as in 512MiB or 2GiB.")]
 PageTokens = Annotated[int, typer.Option(help="Tokens in a page.")]
 TensorParallel = Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")]
@@ -104,6 +105,7 @@ def generate(
         ),
     ] = None,
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     compilation_cache: CompilationCache = True,
@@ -133,7 +135,7 @@ def generate(
     check_adapters(adapter or ())
     speaks = process_options.join(coordinator, num_processes, process_id, tensor_parallel, peer_timeout)
     progress = Console(stderr=True, quiet=not speaks)
-    loaded = open_model(model, dtype, progress, tensor_parallel)
+    loaded = open_model(model, dtype, progress, tensor_parallel, max_context)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
@@ -170,6 +172,7 @@ def chat(
     stop: Stop = None,
     system: System = None,
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     compilation_cache: CompilationCache = True,
@@ -187,7 +190,7 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (with it input() edits lines and recalls earlier ones; not every platform has it)
     progress = Console(stderr=True)
-    loaded = open_model(model, dtype, progress, tensor_parallel)
+    loaded = open_model(model, dtype, progress, tensor_parallel, max_context)
     params = SamplingOptions(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     ).resolve(loaded.generation)
@@ -206,6 +209,7 @@ def embed(
     prompt: Annotated[list[str] | None, typer.Option(help="The text; several are computed in one batch.")] = None,
     pooling: Annotated[str, typer.Option(help="mean, last or cls (the first token).")] = "mean",
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     tensor_parallel: TensorParallel = 1,
@@ -213,20 +217,17 @@ def embed(
     """Print a vector of length 1 for each text, as a line of JSON; of a classifier, its scores as well."""
     from kv_execution import EngineConfig
 
-    config = EngineConfig(
-        kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page, prefix_cache=False
-    )
+    pool_bytes = parse_byte_size(kv_pool_bytes)
+    config = EngineConfig(kv_pool_bytes=pool_bytes, tokens_per_page=tokens_per_page, prefix_cache=False)
     if not prompt:
         raise PromptOptionError("there is no prompt: give --prompt TEXT, once for each text")
-    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel, max_context)
     token_ids = encode_prompts(loaded, prompt, False, None)
     engine = start_engine(loaded, config, Console(stderr=True), warm_up=False)
     vectors = engine.embed(token_ids, pooling=pooling).tolist()
-    lines = [{"prompt": text, "embedding": vector} for text, vector in zip(prompt, vectors, strict=True)]
-    if loaded.spec.num_labels is not None:
-        for line, scores in zip(lines, engine.classify(token_ids).tolist(), strict=True):
-            line["scores"] = scores
-    for line in lines:
+    scores = engine.classify(token_ids).tolist() if loaded.spec.num_labels else [None] * len(prompt)
+    for text, vector, own in zip(prompt, vectors, scores, strict=True):
+        line = {"prompt": text, "embedding": vector, **({} if own is None else {"scores": own})}
         print(json.dumps(line, ensure_ascii=False))
 
 
@@ -234,6 +235,7 @@ def embed(
 def inspect(
     model: ModelArgument,
     dtype: Dtype = "float32",
+    max_context: MaxContext = None,
     kv_pool_bytes: PoolBytes = "512MiB",
     tokens_per_page: PageTokens = 16,
     tensor_parallel: TensorParallel = 1,
@@ -242,7 +244,7 @@ def inspect(
     from kv_execution import EngineConfig, PagedEngine
 
     config = EngineConfig(kv_pool_bytes=parse_byte_size(kv_pool_bytes), tokens_per_page=tokens_per_page)
-    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel)
+    loaded = open_model(model, dtype, Console(stderr=True), tensor_parallel, max_context)
     for line in plan_lines(PagedEngine(loaded, config).describe()):
         print(line)
 
@@ -253,8 +255,7 @@ app.command()(quantize_command.quantize)
 
 
 def _read_line() -> str:
-    # The prompt is for people; a piped conversation has none in its output.
-    return input("> " if sys.stdin.isatty() else "")
+    return input("> " if sys.stdin.isatty() else "")  # a piped conversation has no prompt in its output
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -262,9 +263,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character shows `?`, not a traceback.
         sys.stdout.reconfigure(errors="replace")
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return int(app(args=arguments or ["--help"], prog_name="jaxkv", standalone_mode=False) or 0)
+        args = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+        return int(app(args=args, prog_name="jaxkv", standalone_mode=False) or 0)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except typer.TyperException as error:

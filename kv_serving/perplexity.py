@@ -39,13 +39,13 @@ def perplexity_of(source: str, text: str, dtype: str, progress: Callable[[int, i
 
     model = open_model(source, dtype, Console(quiet=True))
     token_ids = tokenizer_of(model).encode(text)
-    window = min(WINDOW_TOKENS, model.spec.max_context - 1)
+    window = min(WINDOW_TOKENS, model.spec.max_context)
     windows = [token_ids[first : first + window] for first in range(0, len(token_ids), window)]
     windows = [each for each in windows if len(each) > 1]
     if not windows:
         raise TextError(f"the text has {len(token_ids)} tokens, scoring takes two at least: give a longer one")
     spec = model.spec
-    pages = -(-(window + 1) // _PAGE_TOKENS) + 2  # one of padding, one to copy to
+    pages = -(-window // _PAGE_TOKENS) + 2  # one of padding, one to copy to
     layout = KvStorageLayoutV1(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
@@ -59,7 +59,7 @@ def perplexity_of(source: str, text: str, dtype: str, progress: Callable[[int, i
         tokens_per_page=_PAGE_TOKENS,
         max_requests=1,
         max_step_tokens=window,
-        max_context=window + 1,
+        max_context=window,
         prefix_cache=False,
     )
     engine = PagedEngine(model, config)

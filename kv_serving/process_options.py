@@ -55,8 +55,9 @@ def join(
 
 
 def leave() -> None:
-    """The work is done: nobody is missed from here on."""
+    """The work is done and the answer out; when all have come this far, nobody is missed any more."""
     if _group is not None:
+        sys.stdout.flush()
         _group.leave()
 
 

@@ -84,6 +84,8 @@ def serve(
         int | None, typer.Option(help="Scale up to so many. [default: as many as replicas]")
     ] = None,
     target_requests: Annotated[float, typer.Option(help="Requests of one replica that scaling aims at.")] = 16,
+    up_after: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Too much load before scaling up.")] = 30,
+    down_after: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="Too little before scaling down.")] = 600,
     coordinator: Annotated[str | None, typer.Option(envvar="JAXKV_COORDINATOR", hidden=True)] = None,
     otlp_traces_endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="Send OpenTelemetry traces there, by OTLP over HTTP.")
@@ -121,7 +123,6 @@ def serve(
         max_requests=max_requests,
         max_waiting=max_waiting,
         max_step_tokens=max(max_step_tokens, max_requests),
-        max_context=max_context,
         compilation_cache=compilation_cache,
     )
     settings = ServerSettings(
@@ -144,7 +145,7 @@ def serve(
 
     def load() -> Loaded:
         console = Console(stderr=True)
-        loaded = open_model(model, dtype, console, tensor_parallel)
+        loaded = open_model(model, dtype, console, tensor_parallel, max_context)
         engine = start_engine(loaded, config, console, warm_up=warm_up, constrained=True)
         for adapter_name, directory in adapters.items():
             engine.adapters.load(adapter_name, directory)
@@ -154,7 +155,13 @@ def serve(
         _require("serve,ray", "ray")
         from kv_serving.replicas.app import Scaling, run
 
-        scaling = Scaling(replicas=replicas, max_replicas=max_replicas or replicas, target_requests=target_requests)
+        scaling = Scaling(
+            replicas=replicas,
+            max_replicas=max_replicas or replicas,
+            target_requests=target_requests,
+            up_after_s=up_after,
+            down_after_s=down_after,
+        )
         run(settings, load, scaling, log_level, tensor_parallel)
         return
     log_to_stderr(log_level)

@@ -61,14 +61,20 @@ class SamplingOptions:
         )
 
 
-def open_model(source: str, dtype: str, console: Console, tensor_parallel: int = 1) -> "LoadedModel":
-    """Load `source` over `tensor_parallel` devices with a progress bar. Raises what `load_model` raises."""
+def open_model(
+    source: str, dtype: str, console: Console, tensor_parallel: int = 1, max_context: int | None = None
+) -> "LoadedModel":
+    """Load `source` over `tensor_parallel` devices, for sequences of `max_context` tokens (None: the model's own), with
+    a progress bar. Raises what `load_model` raises.
+    """
     from kv_kernels.selection import current_platform
     from models import load_model
 
     current_platform()  # refuses a platform that is not there before anything is read
     with load_progress(console) as progress:
-        model = load_model(source, dtype=dtype, tensor_parallel=tensor_parallel, progress=progress)
+        model = load_model(
+            source, dtype=dtype, max_context=max_context, tensor_parallel=tensor_parallel, progress=progress
+        )
     release_unused_memory()
     return model
 
@@ -221,7 +227,10 @@ def start_engine(
         engine.adapters.load(directory, directory)
     if warm_up:
         params = None if jobs is None else [job.params for job in jobs]
-        shapes = plan.shapes if params is None else engine.shapes_needed([job.token_ids for job in jobs or ()], params)
+        shapes = plan.shapes
+        if jobs is not None and params is not None:
+            adapters = [job.adapter for job in jobs]
+            shapes = engine.shapes_needed([job.token_ids for job in jobs], params, adapters=adapters)
         with compile_progress(console, len(shapes)) as progress:
             engine.warmup_paged(progress, shapes=shapes, params=params, constrained=constrained)
     release_unused_memory()

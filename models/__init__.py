@@ -5,6 +5,7 @@ from models.chat_prompt import encode_messages
 from models.chat_template import ChatTemplate, ChatTemplateError
 from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
+from models.context import ContextError
 from models.decoder import Forward
 from models.generation import GenerationDefaults
 from models.loader import LoadedModel, load_model
@@ -15,6 +16,7 @@ __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
     "CheckpointError",
+    "ContextError",
     "Forward",
     "GenerationDefaults",
     "LoadProgress",

@@ -18,17 +18,18 @@ class UnsupportedModelError(JaxkvError):
     """A configuration that asks for arithmetic, an architecture or a format that is not implemented."""
 
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of the first `rotary_dim` elements of a head (None: all of them).
+    """Rotary embedding of the first `rotary_dim` elements of a head (None: all of them; odd: and of one more).
 
-    factor applies to linear, llama3 and yarn; original_context to llama3, yarn and longrope; the low and high factors
-    to llama3; the betas and truncate to yarn. attention_factor multiplies the rotated queries and keys.
+    factor applies to linear, dynamic, llama3 and yarn; original_context to dynamic, llama3, yarn and longrope; the low
+    and high factors to llama3; the betas and truncate to yarn. attention_factor multiplies rotated queries and keys.
     frequency_divisors [rotary_dim/2] divide the inverse frequencies (longrope, and llama3 as GGUF files store it);
-    None is all ones.
+    None is all ones. long_divisors are those of sequences beyond the original context; they, and the kind dynamic, are
+    gone once the model's context is known (`models.context`).
     """
 
     theta: float = 10000.0
@@ -38,6 +39,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_context: int = 0
     frequency_divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None
     rotary_dim: int | None = None
     attention_factor: float = 1.0
     beta_fast: float = 32.0
@@ -47,7 +49,8 @@ class RopeConfig:
     def __post_init__(self) -> None:
         positive = {"theta": self.theta, "factor": self.factor, "attention_factor": self.attention_factor}
         positive |= {f"frequency factor {at}": each for at, each in enumerate(self.frequency_divisors or ())}
-        if self.kind in ("llama3", "yarn", "longrope"):
+        positive |= {f"long frequency factor {at}": each for at, each in enumerate(self.long_divisors or ())}
+        if self.kind in ("dynamic", "llama3", "yarn", "longrope"):
             positive |= {"original_context": float(self.original_context)}
         if self.kind == "llama3":
             positive |= {"low_freq_factor": self.low_freq_factor}
@@ -101,8 +104,9 @@ class DecoderConfig:
     attention_scale: None is head_dim ** -0.5. attention_bias is of q, k and v, output_bias of o.
     qk_norm: RMSNorm of queries and keys, each head alone or the whole projection.
     norm_placement: RMSNorm of what goes into attention and MLP, of what comes out, or both.
+    gated: the MLP multiplies activation(gate) and up; without, it is activation(up).
     experts: the MLP is a mixture, intermediate_size is of one expert.
-    num_labels: scores of a head that classifies sequences, in the place of the output matrix.
+    num_labels: scores of a head that classifies sequences, in the place of the output matrix; 0 for neither.
     adapter_columns: ranks of all the low-rank adapters that there is room for beside the weights of a layer.
     """
 
@@ -122,6 +126,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     tied_embeddings: bool = False
     activation: Activation = "silu"
+    gated: bool = True
     qk_norm: QkNorm = "none"
     norm_placement: NormPlacement = "before"
     attention_scale: float | None = None
@@ -155,6 +160,8 @@ class DecoderConfig:
                 f"{self.num_heads} query heads do not divide into {self.num_kv_heads} K/V heads: check the "
                 "model's config"
             )
+        if self.activation == "relu2" and (self.gated or self.experts is not None):
+            raise UnsupportedModelError("an MLP that relu2 gates is not implemented: use a model without it")
         if self.experts is not None and self.experts.chosen > self.experts.count:
             raise ModelConfigError(
                 f"a token chooses {self.experts.chosen} of {self.experts.count} experts: check the model's config"
@@ -168,17 +175,19 @@ class DecoderConfig:
 
     def _check_rope(self, rope: RopeConfig) -> None:
         rotary_dim = self.head_dim if rope.rotary_dim is None else rope.rotary_dim
-        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
+        rotated = rotary_dim + rotary_dim % 2  # half a pair is made whole, where there is room
+        if not 0 < rotated <= self.head_dim:
             what = f"head_dim {self.head_dim}" if rope.rotary_dim is None else f"{rotary_dim} of {self.head_dim}"
             raise ModelConfigError(
                 f"{what} is {'odd' if rotary_dim % 2 else 'out of range'}; RoPE rotates pairs of a head: check the "
                 "model's config"
             )
-        if rope.frequency_divisors is not None and len(rope.frequency_divisors) != rotary_dim // 2:
-            raise ModelConfigError(
-                f"RoPE has {len(rope.frequency_divisors)} frequency factors, {rotary_dim} rotated elements of a head "
-                f"need {rotary_dim // 2}: check the file"
-            )
+        for divisors in (rope.frequency_divisors, rope.long_divisors):
+            if divisors is not None and len(divisors) != rotated // 2:
+                raise ModelConfigError(
+                    f"RoPE has {len(divisors)} frequency factors, {rotated} rotated elements of a head need "
+                    f"{rotated // 2}: check the file"
+                )
 
     def _sizes(self) -> dict[str, int]:
         names = (

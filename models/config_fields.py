@@ -31,10 +31,6 @@ class ConfigFields:
     def __contains__(self, name: str) -> bool:
         return self._fields.get(name) is not None
 
-    def states(self, name: str) -> bool:
-        """Whether the file says anything about `name`, if only null."""
-        return name in self._fields
-
     def supply(self, name: str, value: Any) -> None:
         """Fill in a field that the file leaves to be derived."""
         self._fields[name] = value

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kv_kernels.composition import multiply
+from kv_kernels.composition import activate, multiply
 from kv_kernels.experts import Experts, route
 from kv_kernels.provider import Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
@@ -107,19 +107,22 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """x + down(activation(gate(x)) * up(x)), with the norms of its block."""
+    """x + down(activation(gate(x)) * up(x)), or without a gate x + down(activation(up(x))); with the block's norms."""
 
     def __init__(self, config: DecoderConfig) -> None:
         linear = functools.partial(
             Linear, stack=(config.num_layers,), bias=config.mlp_bias, adapter_columns=config.adapter_columns
         )
-        self.gate = linear(config.hidden_size, config.intermediate_size, split="outputs")
+        self.gate = linear(config.hidden_size, config.intermediate_size, split="outputs") if config.gated else None
         self.up = linear(config.hidden_size, config.intermediate_size, split="outputs")
         self.down = linear(config.intermediate_size, config.hidden_size, split="inputs")
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, block: Block, step: StepView, layer: LayerIndex) -> jax.Array:
-        wide = step.gated(x, self.gate.matrix, self.up.matrix, layer, self.activation, norm=block.before)
+        if self.gate is None:
+            wide = activate(step.linear(x, self.up.matrix, layer, norm=block.before), self.activation)
+        else:
+            wide = step.gated(x, self.gate.matrix, self.up.matrix, layer, self.activation, norm=block.before)
         return step.add_linear(x, wide, self.down.matrix, layer, norm=block.after, scale=block.scale)
 
 
@@ -173,7 +176,7 @@ class DecoderLayers(nnx.Module):
 
 class Decoder(nnx.Module):
     """Token ids to logits, or to hidden states. The output product reuses the embedding where the model ties them; a
-    classifier of sequences has none.
+    classifier of sequences has none, nor has a model that is for embeddings alone.
     """
 
     def __init__(self, config: DecoderConfig, dtype: str) -> None:
@@ -183,7 +186,7 @@ class Decoder(nnx.Module):
         hidden, labels = config.hidden_size, config.num_labels
         has_output = labels is None and not config.tied_embeddings
         self.output = Linear(hidden, config.vocab_size, split="vocabulary") if has_output else None
-        self.score = None if labels is None else Linear(hidden, labels, split="whole")
+        self.score = Linear(hidden, labels, split="whole") if labels else None
         self.config = config
         self.dtype = dtype
 

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import jax
@@ -31,6 +31,7 @@ from models.chat_template import ChatTemplate, template_from_directory, template
 from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
 from models.config_fields import ConfigFields, read_json
+from models.context import fit_context
 from models.decoder import Decoder, Forward, Hidden
 from models.families import family_of, gguf_format_of
 from models.families.gguf_model import GgufModel
@@ -112,18 +113,31 @@ class LoadedModel:
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes: the configuration, the dtype and every bit of the weights, and not where they came from."""
-        digest = hashlib.blake2b(repr((self.decoder.config, self.decoder.dtype)).encode(), digest_size=32)
+        """32 bytes: the configuration, the dtype and every bit of the weights; not where they came from, nor how long
+        sequences may be where that changes no frequency.
+        """
+        config = dataclasses.replace(self.decoder.config, max_context=1)
+        digest = hashlib.blake2b(repr((config, self.decoder.dtype)).encode(), digest_size=32)
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
             digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} ".encode())
             update_with_content(digest, leaf)
         return digest.digest()
 
 
+class _Wanted(NamedTuple):
+    """What `load_model` is asked for beside its source."""
+
+    dtype: str
+    max_context: int | None
+    tensor_parallel: int | Mesh
+    progress: ProgressCallback | None
+
+
 def load_model(
     source: str | Path,
     *,
     dtype: str = "float32",
+    max_context: int | None = None,
     tensor_parallel: int | Mesh = 1,
     progress: ProgressCallback | None = None,
 ) -> LoadedModel:
@@ -133,13 +147,13 @@ def load_model(
     file of weights, begins with `/`, `.` or `~`, or has other than one slash.
 
     dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
-    are. tensor_parallel is the number of devices to spread the model over, or a mesh of the user's that has the axes
+    are. max_context is the longest sequence, prompt and answer; None is what the model takes as it stands. Models with
+    longrope or dynamic NTK take more than that: they then turn every position with the frequencies of long sequences.
+    tensor_parallel is the number of devices to spread the model over, or a mesh of the user's that has the axes
     `kv_head_shard` and `kv_head_replica`; an engine follows it. Said here, parameters go to their devices as they are
     read, and a model that no single device could hold never has to be on one; said to the engine, they are copied.
 
-    Raises:
-        CheckpointError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError: one line each,
-            see those.
+    Raises CheckpointError, ContextError, ModelConfigError, UnsupportedModelError, TensorParallelError, TokenizerError.
     """
     if not isinstance(source, (str, Path)) or not str(source):
         raise CheckpointError(
@@ -147,24 +161,23 @@ def load_model(
         )
     if dtype not in COMPUTE_DTYPES:
         raise UnsupportedModelError(f"compute dtype {dtype!r} is not implemented: use {', '.join(COMPUTE_DTYPES)}")
+    wanted = _Wanted(dtype, max_context, tensor_parallel, progress)
     path = Path(os.path.expanduser(source))
     # os.path, because Path's own raise for a name too long or a home that does not exist.
     if os.path.isdir(path):
-        return _load_directory(path, path.resolve().name, dtype, tensor_parallel, progress)
+        return _load_directory(path, path.resolve().name, wanted)
     if os.path.isfile(path):
         if path.suffix == ".safetensors":
             raise CheckpointError(f"{path} holds weights alone: give the directory that has it beside its config.json")
-        return _load_gguf(path, dtype, tensor_parallel, progress)
+        return _load_gguf(path, wanted)
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith(_WEIGHT_FILES):
-        return _load_directory(_download(source), source, dtype, tensor_parallel, progress)
+        return _load_directory(_download(source), source, wanted)
     raise CheckpointError(
         f"{source}: no such file or directory: give a model directory, a .gguf file or a hub id (owner/name)"
     )
 
 
-def _load_directory(
-    directory: Path, name: str, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None
-) -> LoadedModel:
+def _load_directory(directory: Path, name: str, wanted: _Wanted) -> LoadedModel:
     if not (directory / "config.json").exists():
         found = sorted(directory.glob("*.gguf"))
         remedy = f"give {found[0]}" if found else "give a model directory or a .gguf file"
@@ -172,32 +185,35 @@ def _load_directory(
     raw = read_json(directory / "config.json")
     architecture = ConfigFields(raw, "config.json").take("model_type", str)
     family = family_of(architecture, "config.json")
-    labels = labels_of(raw, family)
     quantization = raw.pop("quantization_config", None)
-    config = dataclasses.replace(family.hf_config(ConfigFields(raw, "config.json")), num_labels=len(labels) or None)
-    decoder = Decoder(config, dtype)
+    stated = family.read_config(raw)
+    labels = labels_of(raw, family, tied=stated.tied_embeddings)
+    num_labels = None if labels is None else len(labels)
+    config = fit_context(dataclasses.replace(stated, num_labels=num_labels), wanted.max_context, name)
+    decoder = Decoder(config, wanted.dtype)
     checkpoint = open_checkpoint(directory, quantization)
+    names = family.hf_names_in(checkpoint.names)
     if config.tied_embeddings:
-        drop_tied_copy(checkpoint, family)
-    mesh = mesh_for(config, tensor_parallel)
+        drop_tied_copy(checkpoint, names)
+    mesh = mesh_for(config, wanted.tensor_parallel)
     params = assemble(
         decoder,
         checkpoint,
-        family.hf_names,
-        dtype=dtype,
+        names,
+        dtype=wanted.dtype,
         ignored=family.hf_ignored,
         rows=family.hf_rows(config),
         norm_offset=family.hf_norm_offset,
         mesh=mesh,
-        progress=progress,
+        progress=wanted.progress,
     )
     tokenizer = tokenizer_from_directory(directory)
     generation = generation_from_directory(directory, raw)
     template = template_from_directory(directory, tokenizer)
-    return _finish(name, decoder, params, mesh, tokenizer, template, generation, labels)
+    return _finish(name, decoder, params, mesh, tokenizer, template, generation, labels or ())
 
 
-def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: ProgressCallback | None) -> LoadedModel:
+def _load_gguf(path: Path, wanted: _Wanted) -> LoadedModel:
     checkpoint = GgufCheckpoint(path)
     metadata = checkpoint.file.metadata
     architecture = ConfigFields(metadata, path.name).take("general.architecture", str)
@@ -207,18 +223,19 @@ def _load_gguf(path: Path, dtype: str, tensor_parallel: int | Mesh, progress: Pr
     if f"{prefix}vocab_size" not in fields and "token_embd.weight" in checkpoint.names:
         # Older converters leave it out; the embedding has it.
         fields.supply(f"{prefix}vocab_size", checkpoint.shape("token_embd.weight")[0])
-    config = form.config(GgufModel(fields, architecture, checkpoint.names, checkpoint.numbers))
-    decoder = Decoder(config, dtype)
-    mesh = mesh_for(config, tensor_parallel)
+    stated = form.config(GgufModel(fields, architecture, checkpoint.names, checkpoint.numbers))
+    config = fit_context(stated, wanted.max_context, path.name)
+    decoder = Decoder(config, wanted.dtype)
+    mesh = mesh_for(config, wanted.tensor_parallel)
     params = assemble(
         decoder,
         checkpoint,
-        form.names,
-        dtype=dtype,
+        form.names_in(checkpoint.names),
+        dtype=wanted.dtype,
         ignored=form.ignored,
         rows=form.rows(config),
         mesh=mesh,
-        progress=progress,
+        progress=wanted.progress,
     )
     tokenizer = tokenizer_from_gguf(metadata, path.name)
     generation = generation_from_gguf(metadata)

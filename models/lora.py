@@ -103,7 +103,9 @@ def read_adapter(directory: str | Path, decoder: Decoder) -> Adapter:
             raise UnsupportedModelError(
                 f"{origin} has {name}, implemented are lora_A and lora_B of projections: use an adapter without it"
             )
-        modules.setdefault(match[1], {})[match[2]] = np.asarray(checkpoint.read(name), np.float32)
+        # An adapter of what is below the output matrix, as AutoModel has it, names the same modules from there on.
+        module = f"model.{match[1]}" if match[1].startswith("layers.") else match[1]
+        modules.setdefault(module, {})[match[2]] = np.asarray(checkpoint.read(name), np.float32)
     checkpoint.release()
     if not modules:
         raise AdapterError(f"{origin} has no tensors: get the adapter again")

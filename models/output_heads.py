@@ -4,6 +4,7 @@ classification head of a few labels."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,37 +16,42 @@ from models.families import Family
 logger = logging.getLogger(__name__)
 
 _CLASSIFIER, _GENERATOR = "ForSequenceClassification", "ForCausalLM"
+_HEADLESS = ("Model", "TextModel")
 
 
 class _Droppable(Checkpoint, Protocol):
     def drop(self, name: str) -> None: ...
 
 
-def labels_of(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
-    """The names of the labels that config.json's architecture gives a sequence; none where it generates text.
+def labels_of(raw: dict[str, Any], family: Family, *, tied: bool) -> tuple[str, ...] | None:
+    """The names of the labels that config.json's architecture gives a sequence; none where it has no head at all, and
+    None where it generates text, with a matrix of its own or the embedding where they are `tied`.
 
-    Raises UnsupportedModelError: it does neither, or for another family.
+    Raises UnsupportedModelError: it does none of these, or for another family.
     """
     stated = raw.get("architectures") or []
     stated = stated if isinstance(stated, list) else [stated]
     classifiers = {name.replace(_GENERATOR, _CLASSIFIER) for name in family.hf_architectures}
-    unknown = sorted(str(each) for each in stated if str(each) not in family.hf_architectures | classifiers)
+    headless = {name.replace(_GENERATOR, end) for name in family.hf_architectures for end in _HEADLESS}
+    unknown = sorted(str(each) for each in stated if str(each) not in family.hf_architectures | classifiers | headless)
     if unknown:
         raise UnsupportedModelError(
             f"config.json is for {unknown[0]}, implemented is {', '.join(sorted(family.hf_architectures))}: use a "
             "text generation model, or a sequence classifier of this family"
         )
+    if any(str(each) in headless for each in stated):
+        return None if tied else ()
     if not any(str(each) in classifiers for each in stated):
-        return ()
+        return None
     labels = raw.get("id2label")
     # Configurations leave out what is the default of two.
     labels = labels if isinstance(labels, dict) and labels else {"0": "LABEL_0", "1": "LABEL_1"}
     return tuple(str(labels.get(str(number), f"LABEL_{number}")) for number in range(len(labels)))
 
 
-def drop_tied_copy(checkpoint: _Droppable, family: Family) -> None:
+def drop_tied_copy(checkpoint: _Droppable, names: Mapping[str, str]) -> None:
     """Some writers save the tied output matrix as well; a copy is dropped, a different one is a contradiction."""
-    copy, original = family.hf_names["output.weight"], family.hf_names["embedding.weight"]
+    copy, original = names["output.weight"], names["embedding.weight"]
     if copy not in checkpoint.names or original not in checkpoint.names:
         return
     ours, theirs = checkpoint.read(original), checkpoint.read(copy)

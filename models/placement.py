@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from kv_kernels.peers import together
 from kv_kernels.tensor_parallel import TensorMesh, TensorParallelError, tensor_mesh
 from kv_kernels.weights import BLOCK_SIZE
 from models.config import DecoderConfig
@@ -116,7 +117,8 @@ def update_with_content(digest: _Digest, array: jax.Array) -> None:
             digests[number] = np.frombuffer(content, np.uint8)
     if not array.is_fully_addressable:
         # Zeros where a process does not hold a slice, and the same digest wherever one does.
-        digests = np.asarray(multihost_utils.process_allgather(digests)).max(axis=0)
+        with together("the load", jax.process_count()):
+            digests = np.asarray(multihost_utils.process_allgather(digests)).max(axis=0)
     digest.update(digests.tobytes())
 
 

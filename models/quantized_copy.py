@@ -109,7 +109,7 @@ def _copy_gguf(source: Path, target: Path, kind: QuantKind, progress: ProgressCa
     checkpoint = GgufCheckpoint(source)
     file = checkpoint.file
     architecture = ConfigFields(file.metadata, source.name).take("general.architecture", str)
-    roles = _Roles(gguf_format_of(architecture, source.name).names)
+    roles = _Roles(gguf_format_of(architecture, source.name).names_in(checkpoint.names))
     planned = []
     for name, tensor in file.tensors.items():
         if checkpoint.quantization(name) is not None:
@@ -131,8 +131,8 @@ def _copy_directory(source: Path, target: Path, kind: QuantKind, progress: Progr
     if config.get("quantization_config"):
         raise CheckpointError(f"{source} is quantized already: give the model unquantized")
     family = family_of(ConfigFields(config, "config.json").take("model_type", str), "config.json")
-    roles = _Roles(family.hf_names)
     checkpoint = SafetensorsCheckpoint(source)
+    roles = _Roles(family.hf_names_in(checkpoint.names))
     planned, ignored, before = [], ["lm_head"], 0
     for name in sorted(checkpoint.names):
         shape, type_name = checkpoint.shape(name), checkpoint.stored_type(name)

@@ -17,7 +17,9 @@ from models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair, [rotary_dim/2] f32."""
+    """Radians per position of each pair, [rotary_dim/2] f32, of a rotation that is settled (see `models.context`)."""
+    assert rope.kind != "dynamic", rope
+    assert rope.long_divisors is None, rope
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     frequencies = rope.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if rope.kind == "linear":
@@ -60,5 +62,5 @@ def _yarn(frequencies: np.ndarray, rope: RopeConfig, rotary_dim: int) -> np.ndar
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     width = last - first if last != first else 0.001
-    slowed = np.clip((np.arange(rotary_dim // 2) - first) / width, 0.0, 1.0)
+    slowed = np.clip((np.arange(len(frequencies)) - first) / width, 0.0, 1.0)
     return (1 - slowed) * frequencies + slowed * frequencies / rope.factor

@@ -79,7 +79,7 @@ class _Model:
         if self.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             q, k = self.norm(q, at + "q_norm"), self.norm(k, at + "k_norm")
         if self._rotates(layer):
-            q, k = (_rotate(part, *self._frequencies(layer)) for part in (q, k))
+            q, k = (_rotate(part, *self._frequencies(layer, tokens)) for part in (q, k))
         k, v = (np.repeat(part, self.heads // self.kv_heads, axis=1) for part in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) * self._scale()
         cap = self.config.get("attn_logit_softcapping")
@@ -110,12 +110,16 @@ class _Model:
             return window if layer % 2 == 0 else None
         if self.kind == "gemma3_text":
             return window if (layer + 1) % self.config["sliding_window_pattern"] else None
+        if self.config.get("use_sliding_window") and self.kind == "qwen3_moe":
+            return window
         if self.config.get("use_sliding_window") and self.kind != "smollm3":
             return window if layer >= self.config["max_window_layers"] else None
         return None
 
-    def _frequencies(self, layer: int) -> tuple[np.ndarray, float]:
-        """Radians per position of each pair, and what the turned vectors are multiplied with."""
+    def _frequencies(self, layer: int, tokens: int) -> tuple[np.ndarray, float]:
+        """Radians per position of each pair in a sequence of so many tokens, and what turned vectors are multiplied
+        with.
+        """
         config = self.config
         if "rope_parameters" in config:
             rope = config["rope_parameters"]
@@ -129,7 +133,7 @@ class _Model:
                 rope, theta = {}, config["rope_local_base_freq"]
         size = int(self.head_dim * fraction)
         plain = 1.0 / theta ** (np.arange(0, size, 2) / size)
-        return _scaled(rope, plain, theta, size, config)
+        return _scaled(rope, plain, theta, size, config, tokens)
 
     def mlp(self, x: np.ndarray, at: str) -> np.ndarray:
         if self.kind == "mixtral":
@@ -137,6 +141,8 @@ class _Model:
         if self.kind == "qwen3_moe":
             names = ("gate_proj", "up_proj", "down_proj")
             return self._mixture(x, at + "mlp.", names, self.config["norm_topk_prob"])
+        if self.kind == "arcee":
+            return self.linear(np.maximum(self.linear(x, at + "mlp.up_proj"), 0) ** 2, at + "mlp.down_proj")
         if self.kind == "phi3":
             gate, up = np.split(self.linear(x, at + "mlp.gate_up_proj"), 2, axis=-1)
         else:
@@ -174,19 +180,23 @@ def _rotate(x: np.ndarray, frequencies: np.ndarray, factor: float) -> np.ndarray
 
 
 def _scaled(
-    rope: Mapping[str, Any], plain: np.ndarray, theta: float, size: int, config: Config
+    rope: Mapping[str, Any], plain: np.ndarray, theta: float, size: int, config: Config, tokens: int
 ) -> tuple[np.ndarray, float]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind in ("default", "dynamic"):
+    kind, positions = rope.get("rope_type", rope.get("type", "default")), config["max_position_embeddings"]
+    if kind == "default" or (kind == "dynamic" and tokens <= positions):
         return plain, 1.0
-    if kind == "longrope":
-        original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
-        stretch = config["max_position_embeddings"] / original
-        return plain / np.array(rope["short_factor"]), math.sqrt(1 + math.log(stretch) / math.log(original))
+    if kind == "dynamic":
+        base = theta * (rope["factor"] * tokens / positions - rope["factor"] + 1) ** (size / (size - 2))
+        return 1.0 / base ** (np.arange(0, size, 2) / size), 1.0
+    original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", positions))
+    if kind in ("longrope", "su"):
+        stretch = rope.get("factor", positions / original)
+        factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+        divisors = rope["long_factor" if tokens > original else "short_factor"]
+        return plain / np.array(divisors), rope.get("attention_factor", factor)
     factor = rope["factor"]
     if kind == "linear":
         return plain / factor, 1.0
-    original = rope["original_max_position_embeddings"]
     if kind == "llama3":
         wavelength = 2 * math.pi / plain
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -199,6 +209,12 @@ def _scaled(
         size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
         for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
     )
-    first, last = max(math.floor(first), 0), min(math.ceil(last), size - 1)
-    ramp = np.clip((np.arange(size // 2) - first) / max(last - first, 0.001), 0, 1)
-    return plain / factor * ramp + plain * (1 - ramp), rope.get("attention_factor", 0.1 * math.log(factor) + 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    ramp = np.clip((np.arange(size // 2) - first) / (last - first or 0.001), 0, 1)
+    temperature = [
+        0.1 * scale * math.log(factor) + 1 for scale in (rope.get("mscale"), rope.get("mscale_all_dim")) if scale
+    ]
+    by_factor = temperature[0] / temperature[1] if len(temperature) == 2 else 0.1 * math.log(factor) + 1
+    return plain / factor * ramp + plain * (1 - ramp), rope.get("attention_factor", by_factor)

@@ -23,8 +23,9 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "arcee": "ArceeForCausalLM",
 }
-_WITH_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3")
+_WITH_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "arcee")
 _WITH_WINDOW_TYPES = ("qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3")
 
 
@@ -62,7 +63,7 @@ def random_models(draw: st.DrawFn, family: str) -> RandomModel:
         config |= {"hidden_size": draw(st.sampled_from([12, 16])), "head_dim": head_dim}
     if family in _WITH_BIAS:
         config["attention_bias"] = draw(st.booleans())
-    if family in ("llama", "granite", "smollm3"):
+    if family in ("llama", "granite", "smollm3", "arcee"):
         config["mlp_bias"] = draw(st.booleans())
     _draw_windows(draw, family, config)
     _draw_rope(draw, family, config, head_dim)
@@ -108,21 +109,30 @@ def _draw_windows(draw: st.DrawFn, family: str, config: dict[str, Any]) -> None:
 
 
 def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: int) -> None:
-    kinds = ["default", "linear", "dynamic", "llama3", "yarn", *(["longrope"] if family == "phi3" else [])]
+    kinds = ["default", "longrope", *(["linear", "dynamic", "llama3", "yarn"] if family != "phi3" else [])]
     kind, theta = draw(st.sampled_from(kinds)), draw(st.sampled_from([100.0, 10000.0]))
-    fraction = draw(st.sampled_from([0.5, 1.0])) if family == "phi3" and head_dim != 10 else 1.0
+    fraction = draw(st.sampled_from([0.5, 1.0])) if family == "phi3" else 1.0
     scaling: dict[str, Any] = {"rope_type": kind}
     if kind in ("linear", "dynamic", "llama3", "yarn"):
         scaling["factor"] = draw(st.sampled_from([2.0, 8.0]))
     if kind in ("llama3", "yarn", "longrope"):
-        scaling["original_max_position_embeddings"] = 32
+        scaling["original_max_position_embeddings"] = draw(st.sampled_from([16, 32]))
     if kind == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": draw(st.sampled_from([2.0, 4.0]))}
     if kind == "yarn":
-        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"beta_fast": 4.0, "beta_slow": 0.5}]))
+        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.0}]))
+        scaling |= draw(st.sampled_from([{}, {"truncate": False}, {"beta_fast": 4.0, "beta_slow": 0.5}]))
+    if kind == "dynamic":
+        config["max_position_embeddings"] = draw(st.sampled_from([16, 128]))
     if kind == "longrope":
-        pairs = int(head_dim * fraction) // 2
-        scaling |= {"short_factor": [1.0 + 0.5 * at for at in range(pairs)], "long_factor": [4.0] * pairs}
+        pairs = -(-int(head_dim * fraction) // 2)
+        scaling |= {
+            "short_factor": [1.0 + 0.5 * at for at in range(pairs)],
+            "long_factor": [4.0 + at for at in range(pairs)],
+        }
+        scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"factor": 3.0}]))
+    if family == "phi3" and kind == "longrope":  # which says it beside its RoPE
+        config["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
     if draw(st.booleans()):
         if family == "phi3":
             scaling["partial_rotary_factor"] = fraction
@@ -171,7 +181,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             matrix(f"{at}.experts.{expert}.{up}", inner, hidden)
             matrix(f"{at}.experts.{expert}.{down}", hidden, inner)
     elif family != "phi3":
-        matrix("mlp.gate_proj", inner, hidden, mlp_bias)
+        if family != "arcee":
+            matrix("mlp.gate_proj", inner, hidden, mlp_bias)
         matrix("mlp.up_proj", inner, hidden, mlp_bias)
         matrix("mlp.down_proj", hidden, inner, mlp_bias)
     norms = ["input_layernorm", "post_attention_layernorm"]

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 CASES = [
     *("llama", "llama_mqa", "llama_rope_llama3", "llama_bias_tied", "qwen2", "qwen3", "mistral_window", "gemma2"),
-    *("gemma3", "phi3", "olmo2", "granite", "smollm3", "mixtral", "qwen3_moe"),
+    *("gemma3", "phi3", "olmo2", "granite", "smollm3", "mixtral", "qwen3_moe", "arcee"),
 ]
 
 

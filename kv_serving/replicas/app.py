@@ -40,6 +40,8 @@ class Scaling:
         replicas: how many at least.
         max_replicas: how many at most; more than `replicas` scales with the load.
         target_requests: requests of one replica that scaling aims at.
+        up_after_s: for how many seconds there have to be too many requests before there are more replicas.
+        down_after_s: and too few before there are fewer.
         most_behind: how many requests busier than the least busy replica one may be that has a prompt cached.
         summary_s: seconds between two looks at what replicas have cached.
     """
@@ -47,6 +49,8 @@ class Scaling:
     replicas: int
     max_replicas: int
     target_requests: float = 16
+    up_after_s: float = 30.0
+    down_after_s: float = 600.0
     most_behind: int = 8
     summary_s: float = 1.0
 
@@ -64,6 +68,10 @@ class Scaling:
             min_replicas=self.replicas,
             max_replicas=self.max_replicas,
             target_ongoing_requests=self.target_requests,
+            upscale_delay_s=self.up_after_s,
+            downscale_delay_s=self.down_after_s,
+            look_back_period_s=self.up_after_s,
+            metrics_interval_s=self.up_after_s / 3,
         )
         return {"autoscaling_config": scaling}
 

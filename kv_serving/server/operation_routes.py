@@ -1,6 +1,7 @@
 """The endpoints for those who run the server."""
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from kv_common import __version__
 from kv_serving.server.context import Readiness, context_of
@@ -44,7 +45,7 @@ async def version() -> Response:
     return json_response({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus's text format."""
     return Response(context_of(request).metrics.exposition(), media_type=CONTENT_TYPE)

@@ -27,17 +27,21 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or with `stream` its events.", "content": {"text/event-stream": {}}},
+}
+
 router = APIRouter(responses=ERRORS)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Go on from a text, or from token ids."""
     begun = await begin_completion(context_of(request).service, body, tenant_of(request))
     return await respond(request, body, begun)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     begun = await begin_chat(context_of(request).service, body, tenant_of(request))

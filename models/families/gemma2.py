@@ -16,15 +16,14 @@ GEMMA_HF_NAMES = HF_NAMES | hf_layer(
         "mlp_out_norm": "post_feedforward_layernorm",
     }
 )
+GEMMA_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "tie_word_embeddings": True}
 _LAYERS_OF_27B = 46
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
     fields.require("hidden_activation", "gelu_pytorch_tanh")
     fields.require("hidden_act", "gelu_pytorch_tanh")  # what older files say besides
-    if "head_dim" not in fields:
-        fields.supply("head_dim", 256)
-    window = fields.take("sliding_window", int, 4096)
+    window = fields.take("sliding_window", int, None)
     fields.require("sliding_window_size", window)  # some files say it twice
     windows = windows_of(fields, window, lambda layer: layer % 2 == 0)
     rope = rope_of(fields)
@@ -32,21 +31,14 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
         fields,
         "gemma2",
         [LayerKind(window, rope) for window in windows],
-        tied_embeddings=fields.take("tie_word_embeddings", bool, True),
         activation="gelu_tanh",
         norm_placement="both",
         attention_scale=positive(fields, "query_pre_attn_scalar", 256.0) ** -0.5,
-        attention_soft_cap=_cap(fields, "attn_logit_softcapping", 50.0),
-        logit_soft_cap=_cap(fields, "final_logit_softcapping", 30.0),
+        attention_soft_cap=fields.take("attn_logit_softcapping", float, None),
+        logit_soft_cap=fields.take("final_logit_softcapping", float, None),
         embedding_multiplier=fields.take("hidden_size", int) ** 0.5,
         **biases_of(fields),
     )
-
-
-def _cap(fields: ConfigFields, name: str, default: float) -> float | None:
-    """Null is no cap; a file that says nothing has the default."""
-    cap: float | None = fields.take(name, float, None if fields.states(name) else default)
-    return cap
 
 
 def _gguf_config(model: GgufModel) -> DecoderConfig:
@@ -72,5 +64,7 @@ FAMILY = Family(
     hf_config=_hf_config,
     hf_names=GEMMA_HF_NAMES,
     hf_norm_offset=1.0,  # stored is w of (1 + w)
+    hf_defaults=GEMMA_DEFAULTS
+    | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     gguf=GgufFormat("gemma2", _gguf_config, GGUF_NAMES),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from models.config import DecoderConfig, LayerKind, RopeConfig
 from models.config_fields import ConfigFields
 from models.families.family import Family, GgufFormat
-from models.families.gemma2 import GEMMA_HF_NAMES
+from models.families.gemma2 import GEMMA_DEFAULTS, GEMMA_HF_NAMES
 from models.families.gguf_model import GgufModel
 from models.families.hf_model import biases_of, decoder_config, positive, rope_of, windows_of
 from models.families.names import GGUF_NAMES
@@ -17,22 +17,19 @@ _LAYERS_OF_27B = 62
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
     fields.require("hidden_activation", "gelu_pytorch_tanh")
     fields.require("hidden_act", "gelu_pytorch_tanh")
-    if "head_dim" not in fields:
-        fields.supply("head_dim", 256)
     stated = "sliding_window_pattern" if "sliding_window_pattern" in fields else "_sliding_window_pattern"
     fields.skip("_sliding_window_pattern")
     period = positive(fields, stated, _PERIOD)
-    window = fields.take("sliding_window", int, None if fields.states("sliding_window") else 4096)
+    window = fields.take("sliding_window", int, None)
     windows = windows_of(fields, window, lambda layer: (layer + 1) % period != 0)
-    everywhere = rope_of(fields, theta=1e6, layer_type="full_attention")
+    everywhere = rope_of(fields, theta=fields.take("rope_theta", float, 1e6), layer_type="full_attention")
     nearby = RopeConfig(theta=fields.take("rope_local_base_freq", float, 10000.0))
-    if "sliding_attention" in (fields.peek("rope_parameters") or {}):
-        nearby = rope_of(fields, layer_type="sliding_attention")
+    if "rope_parameters" in fields:
+        nearby = rope_of(fields, theta=nearby.theta, layer_type="sliding_attention")
     return decoder_config(
         fields,
         "gemma3_text",
         [LayerKind(window, everywhere if window is None else nearby) for window in windows],
-        tied_embeddings=fields.take("tie_word_embeddings", bool, True),
         activation="gelu_tanh",
         qk_norm="head",
         norm_placement="both",
@@ -68,5 +65,6 @@ FAMILY = Family(
     hf_config=_hf_config,
     hf_names=GEMMA_HF_NAMES,
     hf_norm_offset=1.0,  # stored is w of (1 + w)
+    hf_defaults=GEMMA_DEFAULTS | {"max_position_embeddings": 131072},
     gguf=GgufFormat("gemma3", _gguf_config, GGUF_NAMES),
 )

@@ -10,7 +10,7 @@ import numpy as np
 from models.assembly import Rows
 from models.config import DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
 from models.config_fields import ConfigFields
-from models.families.hf_model import context_within, yarn_attention_factor
+from models.families.hf_model import yarn_attention_factor
 
 # Keys below the architecture's name that describe and do not compute.
 _HARMLESS = frozenset(
@@ -95,7 +95,8 @@ class GgufModel:
         if short is not None and kind in ("none", "longrope"):
             attention_factor = self.take("rope.scaling.attn_factor", float, 1.0)
             common |= {"frequency_divisors": short, "attention_factor": attention_factor}
-            return RopeConfig(kind="longrope", original_context=original, **common)
+            common |= {"long_divisors": self.numbers("rope_factors_long.weight")}
+            return RopeConfig(kind="longrope", original_context=original or self.size("context_length"), **common)
         self.require("rope.scaling.attn_factor", 1.0)
         if kind == "none":
             return RopeConfig(**common)
@@ -159,7 +160,7 @@ class GgufModel:
                 "num_heads": num_heads,
                 "num_kv_heads": self.size("attention.head_count_kv", num_heads),
                 "head_dim": self.head_dim,
-                "max_context": context_within(self.size("context_length"), layer_kinds, self.fields.origin),
+                "max_context": self.size("context_length"),
                 "norm_eps": self.take("attention.layer_norm_rms_epsilon", float),
                 "layer_kinds": tuple(layer_kinds),
                 "tied_embeddings": "output.weight" not in self.tensor_names,

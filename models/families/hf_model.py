@@ -6,7 +6,6 @@ whatever nobody took.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 from models.config import DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
 from models.config_fields import ConfigFields
 from models.harmless_fields import HARMLESS_FIELDS
-
-logger = logging.getLogger(__name__)
 
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -42,6 +39,7 @@ def decoder_config(
     """
     if "activation" not in settings:
         fields.require("hidden_act", "silu")
+    fields.require("is_causal", True)  # false is not off
     num_heads = fields.take("num_attention_heads", int)
     config = DecoderConfig(
         **{
@@ -53,7 +51,7 @@ def decoder_config(
             "num_heads": num_heads,
             "num_kv_heads": fields.take("num_key_value_heads", int, num_heads),
             "head_dim": head_dim_of(fields),
-            "max_context": _context_of(fields, layer_kinds),
+            "max_context": _positions(fields),
             "norm_eps": fields.take("rms_norm_eps", float, 1e-6),
             "layer_kinds": tuple(layer_kinds),
             "tied_embeddings": fields.take("tie_word_embeddings", bool, False),
@@ -101,16 +99,17 @@ def rope_of(
 ) -> RopeConfig:
     """rope_parameters (transformers 5), or rope_theta beside rope_scaling (before).
 
-    `theta` is the family's default. `partial`: the family may rotate a part of each head. `layer_type`: which entry of
-    rope_parameters it is, where that has one for every type of layer.
+    `theta` is what a file means that states none. `partial`: the family may rotate a part of each head. `layer_type`:
+    which entry of rope_parameters it is, where that has one for every type of layer.
     """
     outer_theta = fields.take("rope_theta", float, None)
     new, old = fields.take("rope_parameters", dict, None), fields.take("rope_scaling", dict, None)
-    if new is not None and layer_type is not None and layer_type in new:
-        new = new[layer_type]
-        outer_theta = None
-        if not isinstance(new, dict):
-            raise ModelConfigError(f"{fields.origin} has rope_parameters that are no objects: fix the file")
+    if new is not None and layer_type is not None:
+        if not new.keys() <= {_SLIDING, _FULL} or not all(isinstance(each, dict | None) for each in new.values()):
+            raise ModelConfigError(
+                f"{fields.origin} has rope_parameters that are no objects {_FULL} and {_SLIDING}: fix the file"
+            )
+        new, outer_theta = new.get(layer_type) or {}, None
     if new is not None and old is not None and new != old:
         raise ModelConfigError(f"{fields.origin} has both rope_parameters and rope_scaling, and they differ: keep one")
     rope = ConfigFields(new or old or {}, f"{fields.origin}'s {'rope_parameters' if new else 'rope_scaling'}")
@@ -127,8 +126,10 @@ def rope_of(
         common["rotary_dim"] = int(head_dim_of(fields) * fraction)
     stated = rope.take("type", str, None)
     kind = rope.take("rope_type", str, stated or "default")
-    kind = "longrope" if kind == "su" else kind  # its first name
+    if kind == "su" or (kind == "yarn" and "short_factor" in rope):
+        kind = "longrope"  # which had other names at first
     rope.skip("finetuned")  # how the model was trained
+    fields.skip("original_max_position_embeddings")  # of no use to the kinds that do not read it
     if kind not in _ROPE_TYPES:
         raise UnsupportedModelError(
             f"{rope.origin} has RoPE type {kind!r}, implemented are {', '.join(_ROPE_TYPES)}: use a model with one "
@@ -153,10 +154,7 @@ def _unscaled(fields: ConfigFields, rope: ConfigFields) -> dict[str, Any]:
 
 
 def _dynamic(fields: ConfigFields, rope: ConfigFields) -> dict[str, Any]:
-    # Within the context of training it is no scaling. Beyond, every length has frequencies of its own, and keys in a
-    # cache would have been turned by others; so the context ends there (see `_context_of`).
-    rope.take("factor", float)
-    return {}
+    return {"kind": "dynamic", "factor": rope.take("factor", float), "original_context": _positions(fields)}
 
 
 def _linear(fields: ConfigFields, rope: ConfigFields) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def _llama3(fields: ConfigFields, rope: ConfigFields) -> dict[str, Any]:
         "factor": rope.take("factor", float),
         "low_freq_factor": rope.take("low_freq_factor", float),
         "high_freq_factor": rope.take("high_freq_factor", float),
-        "original_context": rope.take("original_max_position_embeddings", int),
+        "original_context": _original(fields, rope),
     }
 
 
@@ -183,7 +181,7 @@ def _yarn(fields: ConfigFields, rope: ConfigFields) -> dict[str, Any]:
     return {
         "kind": "yarn",
         "factor": factor,
-        "original_context": rope.take("original_max_position_embeddings", int, _positions(fields)),
+        "original_context": _original(fields, rope),
         "attention_factor": rope.take("attention_factor", float, attention_factor),
         "beta_fast": rope.take("beta_fast", float, 32.0),
         "beta_slow": rope.take("beta_slow", float, 1.0),
@@ -197,23 +195,25 @@ def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
 
 
 def _longrope(fields: ConfigFields, rope: ConfigFields) -> dict[str, Any]:
-    original = fields.take("original_max_position_embeddings", int, None)
-    original = rope.take("original_max_position_embeddings", int, original)
+    original = _original(fields, rope)
     factor = rope.take("factor", float, None)
-    if original is not None:
-        factor = _positions(fields) / original if original > 0 else 0.0
     if factor is None:
-        raise ModelConfigError(f"{rope.origin} has no original_max_position_embeddings: the file is incomplete")
-    original = _positions(fields) if original is None else original
-    rope.take("long_factor", list)
-    short = tuple(float(each) for each in rope.take("short_factor", list))
+        factor = _positions(fields) / original if original > 0 else 0.0
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return {
         "kind": "longrope",
         "original_context": original,
-        "frequency_divisors": short,
+        "frequency_divisors": _divisors(rope, "short_factor"),
+        "long_divisors": _divisors(rope, "long_factor"),
         "attention_factor": rope.take("attention_factor", float, attention_factor),
     }
+
+
+def _divisors(rope: ConfigFields, name: str) -> tuple[float, ...]:
+    numbers = rope.take(name, list)
+    if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers):
+        raise ModelConfigError(f"{rope.origin} has {name} that is no list of numbers: fix the file")
+    return tuple(float(each) for each in numbers)
 
 
 _SCALINGS: dict[str, Callable[[ConfigFields, ConfigFields], dict[str, Any]]] = {
@@ -230,23 +230,8 @@ def _positions(fields: ConfigFields) -> int:
     return fields.take("max_position_embeddings", int, 2048)
 
 
-def _context_of(fields: ConfigFields, layer_kinds: Sequence[LayerKind]) -> int:
-    return context_within(_positions(fields), layer_kinds, fields.origin)
-
-
-def context_within(positions: int, layer_kinds: Sequence[LayerKind], origin: str) -> int:
-    """The context that a model with these rotations has: `positions` as stated, unless its RoPE says otherwise."""
-    ropes = [kind.rope for kind in layer_kinds if kind.rope is not None]
-    for rope in ropes:
-        if rope.kind == "yarn":
-            # A stated number may be that of the model before it was stretched.
-            positions = max(positions, int(rope.original_context * rope.factor))
-        if rope.kind == "longrope" and rope.original_context < positions:
-            # Short and long sequences have frequencies of their own, so that a sequence that outgrew the short ones
-            # would have to be computed again from its start.
-            logger.warning(
-                "%s: the context is %d of %d tokens, those of longrope's short factors",
-                *(origin, rope.original_context, positions),
-            )
-            positions = rope.original_context
-    return positions
+def _original(fields: ConfigFields, rope: ConfigFields) -> int:
+    """The context of training, unscaled; what the file says beside its RoPE goes before what it says in it."""
+    inner = rope.take("original_max_position_embeddings", int, _positions(fields))
+    outer: int = fields.take("original_max_position_embeddings", int, inner)
+    return outer

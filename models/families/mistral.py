@@ -10,9 +10,7 @@ from models.families.names import HF_NAMES
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
-    # Null says that there is none; a file that says nothing has the first release's.
-    window = fields.take("sliding_window", int, None if fields.states("sliding_window") else 4096)
-    return decoder_config(fields, "mistral", (LayerKind(window, rope_of(fields)),))
+    return decoder_config(fields, "mistral", (LayerKind(fields.take("sliding_window", int, None), rope_of(fields)),))
 
 
 FAMILY = Family(
@@ -20,4 +18,5 @@ FAMILY = Family(
     hf_architectures=frozenset({"MistralForCausalLM"}),
     hf_config=_hf_config,
     hf_names=HF_NAMES,
+    hf_defaults={"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
 )

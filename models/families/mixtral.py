@@ -31,4 +31,5 @@ FAMILY = Family(
             "mlp.expert_down": f"{_EXPERT}.w2",
         }
     ),
+    hf_defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
 )

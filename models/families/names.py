@@ -78,3 +78,8 @@ GGUF_NAMES = {
         }
     ),
 }
+
+SEPARATE_EXPERTS = gguf_layer(
+    {f"mlp.expert_{part}": f"ffn_{part}.{{expert}}" for part in ("gate", "up", "down")}, ends=("weight",)
+)
+"""In GGUF files from before experts were stacked."""

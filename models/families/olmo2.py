@@ -12,10 +12,7 @@ from models.families.names import GGUF_NAMES, HF_NAMES, hf_layer
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
     kinds = (LayerKind(rope=rope_of(fields)),)
-    eps = fields.take("rms_norm_eps", float, 1e-5)
-    return decoder_config(
-        fields, "olmo2", kinds, norm_eps=eps, qk_norm="projection", norm_placement="after", **biases_of(fields)
-    )
+    return decoder_config(fields, "olmo2", kinds, qk_norm="projection", norm_placement="after", **biases_of(fields))
 
 
 def _gguf_config(model: GgufModel) -> DecoderConfig:
@@ -28,5 +25,6 @@ FAMILY = Family(
     hf_config=_hf_config,
     hf_names=HF_NAMES
     | hf_layer({"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}),
+    hf_defaults={"rms_norm_eps": 1e-5},
     gguf=GgufFormat("olmo2", _gguf_config, GGUF_NAMES),
 )

@@ -12,7 +12,7 @@ from models.families.names import GGUF_NAMES, HF_NAMES, consecutive, gguf_layer,
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
-    fields.skip("embd_pdrop", "resid_pdrop", "original_max_position_embeddings")  # training; read with longrope
+    fields.skip("embd_pdrop", "resid_pdrop")  # training
     fields.require("full_attn_mod", 1)
     fields.require("interpolate_factor", 1)
     fields.require("attention_bias", False)
@@ -41,6 +41,7 @@ FAMILY = Family(
     hf_names=HF_NAMES
     | hf_layer(dict.fromkeys(_QKV, "self_attn.qkv_proj") | dict.fromkeys(_GATE_UP, "mlp.gate_up_proj")),
     hf_rows=_rows,
+    hf_defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     gguf=GgufFormat(
         "phi3",
         _gguf_config,

@@ -9,15 +9,18 @@ from models.families.gguf_model import GgufModel
 from models.families.hf_model import decoder_config, rope_of, windows_of
 from models.families.names import GGUF_NAMES, HF_NAMES
 
+QWEN_DEFAULTS = {"sliding_window": 4096, "max_position_embeddings": 32768}
 
-def qwen_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
-    """Kinds of layers of every Qwen: a window, if any, from layer max_window_layers on."""
-    window = fields.take("sliding_window", int, None if fields.states("sliding_window") else 4096)
+
+def qwen_kinds(fields: ConfigFields, *, all_windowed: bool = False) -> tuple[LayerKind, ...]:
+    """Kinds of layers of every Qwen: a window, if any, from layer max_window_layers on, or in all of them."""
+    window = fields.take("sliding_window", int, None)
     if not fields.take("use_sliding_window", bool, False):
         window = None
     first = fields.take("max_window_layers", int, 28)
+    windows = windows_of(fields, window, lambda layer: all_windowed or layer >= first)
     rope = rope_of(fields)
-    return tuple(LayerKind(each, rope) for each in windows_of(fields, window, lambda layer: layer >= first))
+    return tuple(LayerKind(each, rope) for each in windows)
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
@@ -33,5 +36,6 @@ FAMILY = Family(
     hf_architectures=frozenset({"Qwen2ForCausalLM"}),
     hf_config=_hf_config,
     hf_names=HF_NAMES,
+    hf_defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32},
     gguf=GgufFormat("qwen2", _gguf_config, GGUF_NAMES),
 )

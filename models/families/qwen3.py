@@ -8,12 +8,10 @@ from models.families.family import Family, GgufFormat
 from models.families.gguf_model import GgufModel
 from models.families.hf_model import biases_of, decoder_config
 from models.families.names import GGUF_NAMES, HF_NAMES
-from models.families.qwen2 import qwen_kinds
+from models.families.qwen2 import QWEN_DEFAULTS, qwen_kinds
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
-    if "head_dim" not in fields:
-        fields.supply("head_dim", 128)
     return decoder_config(fields, "qwen3", qwen_kinds(fields), qk_norm="head", **biases_of(fields))
 
 
@@ -26,5 +24,6 @@ FAMILY = Family(
     hf_architectures=frozenset({"Qwen3ForCausalLM"}),
     hf_config=_hf_config,
     hf_names=HF_NAMES,
+    hf_defaults=QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
     gguf=GgufFormat("qwen3", _gguf_config, GGUF_NAMES),
 )

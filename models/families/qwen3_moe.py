@@ -8,7 +8,7 @@ from models.families.family import Family, GgufFormat
 from models.families.gguf_model import GgufModel
 from models.families.hf_model import biases_of, decoder_config
 from models.families.names import GGUF_NAMES, HF_NAMES, hf_layer
-from models.families.qwen2 import qwen_kinds
+from models.families.qwen2 import QWEN_DEFAULTS, qwen_kinds
 
 
 def _hf_config(fields: ConfigFields) -> DecoderConfig:
@@ -23,7 +23,7 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
     return decoder_config(
         fields,
         "qwen3_moe",
-        qwen_kinds(fields),
+        qwen_kinds(fields, all_windowed=True),
         intermediate_size=fields.take("moe_intermediate_size", int, 768),
         qk_norm="head",
         experts=experts,
@@ -54,5 +54,6 @@ FAMILY = Family(
             "mlp.expert_down": f"{_EXPERT}.down_proj",
         }
     ),
+    hf_defaults=QWEN_DEFAULTS | {"num_key_value_heads": 4},
     gguf=GgufFormat("qwen3moe", _gguf_config, GGUF_NAMES),
 )

@@ -30,7 +30,6 @@ def _hf_config(fields: ConfigFields) -> DecoderConfig:
         fields,
         "smollm3",
         [LayerKind(each, rope if turns else None) for each, turns in zip(windows, rotated, strict=True)],
-        tied_embeddings=fields.take("tie_word_embeddings", bool, True),
         mlp_bias=fields.take("mlp_bias", bool, False),
         **biases_of(fields),
     )
@@ -48,5 +47,6 @@ FAMILY = Family(
     hf_architectures=frozenset({"SmolLM3ForCausalLM"}),
     hf_config=_hf_config,
     hf_names=HF_NAMES,
+    hf_defaults={"tie_word_embeddings": True, "max_position_embeddings": 32768, "num_key_value_heads": 4},
     gguf=GgufFormat("smollm3", _gguf_config, GGUF_NAMES, interleaved_rows),
 )

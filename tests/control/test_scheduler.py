@@ -85,6 +85,21 @@ def test_a_request_that_could_not_run_alone_is_refused_with_the_numbers(tokens, 
     driver.assert_nothing_left()
 
 
+def test_a_prompt_without_an_answer_may_fill_the_context_and_the_pool():
+    driver = SchedulerDriver(usable_pages=16)
+    handle = driver.scheduler.hold(0, np.array(prompt_of(64), np.int32), max_new_tokens=0)
+    budget = driver.scheduler.schedule_held(np.array([handle.row])).table.tokens
+    steps = [driver.scheduler.schedule_held(np.array([handle.row])).table.tokens for _ in range(64 // budget - 1)]
+    assert steps == [budget] * len(steps)
+    assert driver.scheduler.running.kv_len[handle.row] == 64
+    driver.scheduler.finish(0)
+    driver.assert_nothing_left()
+    with pytest.raises(RequestTooLargeError, match="the prompt has 65 tokens and the context holds 64; shorten"):
+        driver.hold(prompt_of(65), 0)
+    with pytest.raises(RequestTooLargeError, match="64 prompt tokens and 0 new ones need 16 pages of 4"):
+        SchedulerDriver(usable_pages=15).hold(prompt_of(64), 0)
+
+
 def test_the_largest_request_that_fits_runs_since_its_last_token_needs_no_page():
     driver = SchedulerDriver(usable_pages=10)
     driver.submit(prompt_of(30), 11)

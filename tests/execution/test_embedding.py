@@ -60,6 +60,20 @@ def test_prompts_that_do_not_fit_together_are_computed_one_after_the_other():
     assert engine.stats().pages_in_use == 0
 
 
+def test_a_prompt_that_fills_the_context_is_embedded_and_scored_but_not_answered():
+    full = np.random.default_rng(2).integers(3, 320, 128)
+    engine = make_engine(golden_model("llama"), provider="native", pages=8, debug=True)  # and the pool
+    expected = plain(GOLDEN / "llama", full)
+    np.testing.assert_allclose(engine.embed([full], normalize=False)[0], expected.mean(0), atol=1e-4, rtol=1e-4)
+    np.testing.assert_array_equal(engine.score(full)[:-1], engine.score(full[:-1]))
+    for refused in (engine.prefill_paged, engine.batcher().submit):
+        with pytest.raises(JaxkvError, match="128 tokens and the context holds 128, one of them for the answer"):
+            refused(full)
+    with pytest.raises(JaxkvError, match="129 tokens and the context holds 128; shorten"):
+        engine.embed([[*full, 3]])
+    assert engine.stats().pages_in_use == 0
+
+
 def test_cached_pages_take_nothing_away_and_running_requests_go_on():
     prompts = golden_prompts("llama")
     engine = make_engine(golden_model("llama"), provider="native", debug=True)
@@ -114,6 +128,23 @@ def test_a_classifier_scores_the_last_token_of_each_prompt(labels, width, tmp_pa
     np.testing.assert_allclose(scores, expected, atol=2e-4, rtol=1e-4)
     mean = np.array([plain(path, prompt).mean(0) for prompt in prompts])
     np.testing.assert_allclose(engine.embed(prompts, normalize=False), mean, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_saved_without_its_output_matrix_makes_embeddings_alone(tmp_path):
+    tensors = load_file(GOLDEN / "llama" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({name.removeprefix("model."): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    fields = json.loads((GOLDEN / "llama" / "config.json").read_text()) | {"architectures": ["LlamaModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    engine = make_engine(load_model(tmp_path), provider="native")
+    prompts = golden_prompts("llama")
+    expected = make_engine(golden_model("llama"), provider="native").embed(prompts, pooling="last")
+    np.testing.assert_array_equal(engine.embed(prompts, pooling="last"), expected)
+    for refused in (engine.generate, lambda prompts: engine.score(prompts[0]), lambda p: engine.prefill_paged(p[0])):
+        with pytest.raises(JaxkvError, match="has no output matrix and generates nothing; use embed"):
+            refused(prompts)
+    with pytest.raises(EmbeddingError, match="has no classification head; use embed"):
+        engine.classify(prompts)
 
 
 def test_what_a_model_cannot_do_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from kv_execution import SamplingParams
 
 ALL = (
     *("qwen2", "qwen3", "mistral_window", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3"),
-    *("mixtral", "qwen3_moe"),
+    *("mixtral", "qwen3_moe", "arcee"),
 )
 ON_THE_REFERENCE = ("gemma3", "olmo2", "mixtral")
 """Those that between them have every part that a provider computes; the others are slow tests there."""
@@ -41,3 +41,16 @@ def test_greedy_tokens_and_logits_equal_transformers(case, provider):
     difference -= difference.mean(axis=-1, keepdims=True)
     assert np.abs(difference).max() <= max(5e-4, 5 * float(expected["noise_3"]))
     assert engine.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize(
+    "case", ["gemma3", *(pytest.param(case, marks=pytest.mark.slow) for case in ALL if case != "gemma3")]
+)
+def test_prompts_in_one_chunk_on_small_pages_have_the_same_tokens(case):
+    expected = np.load(GOLDEN / case / "expected.npz")
+    prompts = [expected[f"prompt_{index}"] for index in (2, 3)]
+    engine = make_engine(
+        golden_model(case), max_step_tokens=128, max_requests=2, tokens_per_page=3, provider="native", debug=True
+    )
+    results = engine.generate(prompts, GREEDY_24)
+    assert [list(result.tokens) for result in results] == [expected[f"greedy_{index}"].tolist() for index in (2, 3)]

@@ -12,7 +12,19 @@ from models import load_model
 
 # Experts by default; norms over whole projections are in the test below.
 DEFAULT = ("qwen3_moe",)
-SLOW = ("olmo2", "gemma2", "qwen2", "gemma3", "phi3", "granite", "smollm3", "mixtral", "qwen3", "mistral_window")
+SLOW = (
+    "olmo2",
+    "gemma2",
+    "qwen2",
+    "gemma3",
+    "phi3",
+    "granite",
+    "smollm3",
+    "mixtral",
+    "qwen3",
+    "mistral_window",
+    "arcee",
+)
 
 
 @pytest.mark.parametrize("case", [*DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])

@@ -51,7 +51,7 @@ def test_four_requests_in_a_pool_for_one_and_a_half_all_finish():
         ([-1], "token id -1 at position 0"),
         ([1.5], "flat list of whole numbers"),
         ([[1, 2]], "flat list of whole numbers"),
-        ([1] * 128, "the prompt has 128 tokens and the context holds 128"),
+        ([1] * 129, "the prompt has 129 tokens and the context holds 128"),
         ([1] * 500, "the prompt has 500 tokens and the context holds 128"),
     ],
 )

@@ -1,14 +1,20 @@
 """Processes that cannot meet say why, before jax is asked."""
 
 import contextlib
+import errno
+import re
 import socket
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from kv_common import __version__
-from kv_execution import ProcessGroup, ProcessGroupError, join_processes, processes
+from kv_execution import ProcessGroup, ProcessGroupError, join_processes, process_meeting, processes
+from kv_kernels.tensor_parallel import EXPERT, TENSOR_AXES, TensorMesh
 
 
 def free_port() -> int:
@@ -71,14 +77,14 @@ def test_peers_that_do_not_match_are_refused_on_both_sides(said, message):
 
     def call() -> None:
         try:
-            processes._call(address, said, soon())
+            process_meeting._call(address, said, soon())
         except ProcessGroupError as error:
             refused.append(str(error))
 
     caller = threading.Thread(target=call)
     caller.start()
     with pytest.raises(ProcessGroupError, match=message) as caught:
-        processes._receive(address, hello(0), soon())
+        process_meeting._receive(address, hello(0), soon())
     caller.join()
     assert refused == [str(caught.value)]
 
@@ -88,7 +94,7 @@ def test_a_stranger_at_the_door_is_sent_away_and_the_peers_meet():
     met = {}
 
     def receive() -> None:
-        met["first"] = processes._receive(address, hello(0), soon())
+        met["first"] = process_meeting._receive(address, hello(0), soon())
 
     receiver = threading.Thread(target=receive)
     receiver.start()
@@ -99,11 +105,11 @@ def test_a_stranger_at_the_door_is_sent_away_and_the_peers_meet():
         except ConnectionRefusedError:
             time.sleep(0.01)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    met["second"] = processes._call(address, hello(1), soon())
+    met["second"] = process_meeting._call(address, hello(1), soon())
     receiver.join()
     with stranger, contextlib.suppress(ConnectionResetError):
         assert stranger.recv(1) == b""
-    assert met["first"][1] == met["second"][1], "both know where jax's service will be"
+    assert met["first"].service_port == met["second"].service_port, "both know where jax's service will be"
     for lines, _ in met.values():
         for line in lines.values():
             line.close()
@@ -120,7 +126,7 @@ def lifeline(monkeypatch):
         happened.set()
 
     monkeypatch.setattr(ProcessGroup, "end", end)
-    group = ProcessGroup(0, {1: ours}, timeout_s=0.5)
+    group = ProcessGroup(0, 2, {1: ours}, timeout_s=0.5)
     yield group, theirs, ended, happened
     group.leave()
     theirs.close()
@@ -163,3 +169,63 @@ def test_a_process_says_goodbye_once(lifeline):
     while b"q" not in received:
         received += theirs.recv(64)
     assert received.count(b"q") == 1
+
+
+def test_a_process_says_goodbye_behind_jaxs_door_and_misses_who_dies_before_it(lifeline, monkeypatch):
+    group, theirs, ended, happened = lifeline
+
+    def wait_for_the_peer() -> None:
+        theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert b"q" not in theirs.recv(64)
+        theirs.close()
+        assert happened.wait(5)
+
+    monkeypatch.setattr(jax.distributed, "shutdown", wait_for_the_peer)
+    group.leave()
+    assert ended == ["process 1 has ended, and process 0 cannot go on alone: start all of them again"]
+
+
+def test_a_process_that_goes_without_a_goodbye_misses_nobody_and_is_missed(lifeline):
+    group, theirs, ended, happened = lifeline
+    group.abandon()
+    theirs.settimeout(5)
+    assert theirs.recv(64) == b""
+    assert not happened.wait(0.8)
+    assert ended == []
+
+
+def test_a_service_that_cannot_be_reached_is_named_with_its_address_and_the_peers_are_left(monkeypatch):
+    def refuse(service: tuple[str, int], timeout_s: float) -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("kv_execution.processes.meet", lambda *_: process_meeting.Meeting({0: ours}, 8888))
+    monkeypatch.setattr("kv_execution.processes.ServiceRelay", refuse)
+    message = r"process 1 met the others, but not jax's service at host:8888 \(\[Errno \d+\] Connection refused\)"
+    with ours, theirs:
+        with pytest.raises(ProcessGroupError, match=message):
+            join_processes("host:7777", 2, 1)
+        theirs.settimeout(5)
+        assert theirs.recv(64) == b"", "no goodbye"
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_every_group_of_devices_that_a_step_sums_over_is_connected_first(experts, monkeypatch):
+    devices = np.array(jax.devices()[:8]).reshape(8 // experts // 2, 2, experts)
+    mesh = TensorMesh(Mesh(devices, (*TENSOR_AXES, EXPERT)))
+    modules, jit = [], jax.jit
+
+    def watched(function):
+        jitted = jit(function)
+        return lambda *arguments: modules.append(jitted.lower(*arguments).compile().as_text()) or jitted(*arguments)
+
+    processes.connect(mesh)
+    monkeypatch.setattr(processes.jax, "jit", watched)
+    processes.connect(mesh)
+    assert modules == [], "one process has nobody to meet"
+    monkeypatch.setattr(TensorMesh, "num_processes", 2)
+    processes.connect(mesh)
+    (module,) = modules
+    sizes = [len(group.split(",")) for group in re.findall(r" all-reduce\(.*replica_groups=\{\{([\d,]*)\}", module)]
+    assert sorted(sizes) == ([4, 8] if experts == 2 else [8])

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ from engine_case import GOLDEN, golden_prompts, make_engine
 from jax.sharding import Mesh
 
 from benchmarks.random_llama import write_random_llama
-from kv_execution import EngineConfig, PagedEngine, SamplingParams, planning
+from kv_execution import EngineConfig, PagedEngine, SamplingParams, planning, pools
 from kv_kernels.selection import choose_provider
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
 from models import LoadedModel, load_model
@@ -160,6 +161,24 @@ def test_every_device_keeps_its_buffers(provider, checkpoint):
     engine.generate(prompts()[:2], GREEDY)
     assert pointers_of(engine) == before
     assert engine._runtime.state.pools.k.sharding == sharding
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["partitioned", "replicated"])
+def test_pools_are_made_slice_by_slice_and_never_whole(kv_heads, checkpoint, monkeypatch):
+    model, modules, jit = load_model(checkpoint(kv_heads), tensor_parallel=4), [], jax.jit
+
+    def watched(function, **options):
+        jitted = jit(function, **options)
+        modules.append(jitted.lower().compile().as_text())
+        return jitted
+
+    layout = make_engine(model, **ONE_ROW).describe().layout
+    monkeypatch.setattr(pools.jax, "jit", watched)
+    made = pools.allocate_pools(layout, model.tensor_mesh)
+    (module,) = modules
+    shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", module)}
+    assert shapes == {layout.pool_shape_per_shard}
+    assert made.k.shape != layout.pool_shape_per_shard
 
 
 def test_after_warm_up_nothing_compiles_over_devices(checkpoint, caplog):

@@ -5,7 +5,8 @@ import logging
 import jax
 import numpy as np
 import pytest
-from engine_case import golden_model, make_engine
+from engine_case import GOLDEN, golden_model, make_engine
+from lora_files import write_adapter
 
 from kv_execution import SamplingParams
 
@@ -73,6 +74,18 @@ def test_warm_up_disturbs_no_request_that_is_running():
     while step := engine.generate_paged():
         tokens.append(step[first.handle].token)
     assert tuple(tokens) == expected
+
+
+def test_prompts_of_several_adapters_share_nothing_and_that_is_foreseen(tmp_path):
+    engine = make_engine(golden_model("llama"), max_step_tokens=64, max_adapters=2)
+    for seed, name in enumerate("ab"):
+        engine.adapters.load(name, write_adapter(tmp_path / name, GOLDEN / "llama", ("q_proj",), seed=seed))
+    params = SamplingParams(max_tokens=1)
+    prompts, names = [np.arange(3, 23)] * 3, ["a", "b", None]
+    needed = engine.shapes_needed(prompts, [params] * 3, adapters=names)
+    engine.generate(prompts, params, adapters=names)
+    assert engine._runtime.counters.shapes == set(needed)
+    assert needed != engine.shapes_needed(prompts, [params] * 3, adapters="a")  # of which the later ones wait for hits
 
 
 @pytest.mark.parametrize("lengths", [(5,), (40,), (3, 3, 60), (20, 20, 20, 20)])

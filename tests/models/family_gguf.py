@@ -21,12 +21,13 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "granite": "granite",
     "smollm3": "smollm3",
+    "arcee": "arcee",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
 }
 """By golden case."""
 
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "smollm3", "arcee")
 """Architectures of rope type NORM, of which the converter reorders q and k."""
 
 _SIZES = {
@@ -60,14 +61,22 @@ def write_family_gguf(
     storage: Callable[[str], str] = lambda name: "F32",
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    separate_experts: bool = False,
 ) -> Path:
-    """The golden model at `case` as a GGUF file; matrices stored as `storage` of their GGUF name says, vectors F32."""
+    """The golden model at `case` as a GGUF file; matrices stored as `storage` of their GGUF name says, vectors F32.
+
+    separate_experts: a tensor for each, as in the first files of mixtures.
+    """
     architecture = ARCHITECTURES[case.name]
     config = json.loads((case / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture)
     fields = {f"{architecture}.{key}": config[name] for key, name in _SIZES.items() if config.get(name) is not None}
     ropes = config["rope_parameters"]
     fields[f"{architecture}.rope.freq_base"] = ropes.get("full_attention", ropes)["rope_theta"]
+    if ropes.get("rope_type") == "yarn":
+        original = ropes["original_max_position_embeddings"]
+        scaling = {"type": "yarn", "factor": ropes["factor"], "original_context_length": original}
+        fields |= {f"{architecture}.rope.scaling.{key}": value for key, value in scaling.items()}
     fields[f"{architecture}.vocab_size"] = config["vocab_size"]
     if architecture in INTERLEAVED or architecture == "phi3":
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -78,7 +87,10 @@ def write_family_gguf(
         ]
     for key, value in ({**tiny_vocabulary(config["vocab_size"]), **fields, **(metadata or {})}).items():
         add_field(writer, key, value)
-    for name, tensor in {**_converted(case, architecture, config), **(extra or {})}.items():
+    tensors = _converted(case, architecture, config)
+    if separate_experts:
+        tensors = _separated(tensors)
+    for name, tensor in {**tensors, **(extra or {})}.items():
         kind = gguf.GGMLQuantizationType[storage(name) if tensor.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -112,3 +124,12 @@ def _converted(case: Path, architecture: str, config: dict[str, Any]) -> dict[st
         merged = np.stack([parts[number] for number in range(len(parts))])
         tensors[names.get_name(name, try_suffixes=(".weight",))] = merged
     return tensors
+
+
+def _separated(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`blk.0.ffn_up_exps.weight` [experts, out, in] as `blk.0.ffn_up.0.weight`, ... [out, in]."""
+    apart: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        parts = enumerate(tensor) if "_exps." in name else [(None, tensor)]
+        apart |= {name if at is None else name.replace("_exps.", f".{at}."): each for at, each in parts}
+    return apart

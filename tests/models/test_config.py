@@ -106,7 +106,7 @@ def test_linear_scaling_is_read_in_either_layout(golden: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'mamba', implemented are gemma2, .*, smollm3: use one of those"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba', implemented are arcee, .*, smollm3: use one of those"):
         family_of("mamba", "config.json")
 
 

@@ -1,6 +1,7 @@
 """What each family's configuration says is understood whole, or refused by name in one line."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,18 @@ import pytest
 
 from kv_common.errors import JaxkvError
 from models.config import DecoderConfig, LayerKind, RopeConfig
-from models.config_fields import ConfigFields
+from models.context import fit_context
 from models.families import FAMILIES, family_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
+ALL_CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config_legacy.json"))
 ABSENT = "absent"
 
 
 def parse(case: str, **changes: Any) -> DecoderConfig:
     fields = json.loads((GOLDEN / case / "config.json").read_text()) | changes
     fields = {name: value for name, value in fields.items() if value != ABSENT}
-    return family_of(fields["model_type"], "config.json").hf_config(ConfigFields(fields, "config.json"))
+    return fit_context(family_of(fields["model_type"], "config.json").read_config(fields), None, "config.json")
 
 
 def rope_of(config: DecoderConfig) -> RopeConfig:
@@ -27,9 +29,26 @@ def rope_of(config: DecoderConfig) -> RopeConfig:
     return rope
 
 
+def test_a_family_is_less_than_a_hundred_lines() -> None:
+    for family in FAMILIES.values():
+        assert len(Path(sys.modules[family.hf_config.__module__].__file__).read_text().splitlines()) < 100, family.name
+
+
 def test_every_family_is_found_by_its_module() -> None:
     assert sorted(FAMILIES) == [
-        *("gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
+        *(
+            "arcee",
+            "gemma2",
+            "gemma3_text",
+            "granite",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "phi3",
+            "qwen2",
+            "qwen3",
+        ),
         *("qwen3_moe", "smollm3"),
     ]
 
@@ -77,6 +96,32 @@ def test_yarn_stretches_the_context_that_the_file_states() -> None:
     assert rope_of(config).attention_factor == pytest.approx(1.138629, rel=1e-6)
 
 
+def test_every_layer_of_a_mixture_of_qwen_has_the_window() -> None:
+    window = {"sliding_window": 8, "use_sliding_window": True, "layer_types": ABSENT}
+    assert parse("qwen3_moe", max_window_layers=1, **window).windows == (8, 8)
+
+
+def test_what_a_file_says_beside_its_rope_is_the_context_of_training() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
+    inner, outer = (
+        parse("qwen2", rope_parameters=yarn),
+        parse("qwen2", rope_parameters=yarn, original_max_position_embeddings=128),
+    )
+    assert (rope_of(inner).original_context, rope_of(outer).original_context) == (64, 128)
+
+
+def test_a_factor_that_longrope_states_goes_before_the_ratio_of_contexts() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 4.0,
+        "rope_theta": 1e4,
+    }
+    config = parse("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert rope_of(config).attention_factor == pytest.approx((1 + 2 / 6) ** 0.5)
+
+
 def test_dynamic_scaling_is_none_within_the_context_that_it_has() -> None:
     config = parse("qwen2", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6})
     assert (rope_of(config), config.max_context) == (RopeConfig(1e6), 512)
@@ -100,6 +145,48 @@ def test_longrope_has_the_context_of_its_short_factors(kind: str) -> None:
     assert rope_of(config).attention_factor == pytest.approx(1.224745, rel=1e-6)
 
 
+def test_thetas_of_gemma_3_may_stand_beside_its_two_rotations() -> None:
+    rotations = {"full_attention": {"rope_type": "default"}, "sliding_attention": None}
+    config = parse("gemma3", rope_parameters=rotations, rope_theta=5e5, rope_local_base_freq=300.0)
+    assert [kind.rope.theta for kind in config.layer_kinds if kind.rope] == [300.0, 300.0, 5e5, 300.0]
+
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "vocab_size": 320,
+}
+"""What every file states."""
+
+
+@pytest.mark.parametrize(
+    ("family", "context", "kv_heads", "head_dim", "eps", "window", "tied"),
+    [
+        ("llama", 2048, 32, 2, 1e-6, None, False),
+        ("arcee", 4096, 32, 2, 1e-5, None, False),
+        ("mistral", 131072, 8, 2, 1e-6, 4096, False),
+        ("mixtral", 131072, 8, 2, 1e-5, None, False),
+        ("qwen2", 32768, 32, 2, 1e-6, None, False),
+        ("qwen3", 32768, 32, 128, 1e-6, None, False),
+        ("qwen3_moe", 32768, 4, 2, 1e-6, None, False),
+        ("gemma2", 8192, 4, 256, 1e-6, 4096, True),
+        ("gemma3_text", 131072, 4, 256, 1e-6, 4096, True),
+        ("phi3", 4096, 32, 2, 1e-5, None, False),
+        ("olmo2", 2048, 32, 2, 1e-5, None, False),
+        ("granite", 2048, 32, 2, 1e-6, None, False),
+        ("smollm3", 32768, 4, 2, 1e-6, None, True),
+    ],
+)
+def test_fields_that_a_file_leaves_out_are_what_the_family_says(
+    family: str, context: int, kv_heads: int, head_dim: int, eps: float, window: int | None, tied: bool
+) -> None:
+    config = family_of(family, "config.json").read_config({"model_type": family, **SIZES})
+    assert (config.max_context, config.num_kv_heads, config.head_dim) == (context, kv_heads, head_dim)
+    assert (config.norm_eps, config.windows[0], config.tied_embeddings) == (eps, window, tied)
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "named"),
     [
@@ -116,10 +203,21 @@ def test_longrope_has_the_context_of_its_short_factors(kind: str) -> None:
         ("mistral_window", {"sliding_window": 0}, "smallest window is 0"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "no objects full_attention and"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
         ("gemma3", {"sliding_window_pattern": 0, "layer_types": ABSENT}, "sliding_window_pattern=0"),
         ("phi3", {"attention_bias": True}, "attention_bias=True"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8}}, "no short_factor"),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            "7 frequency factors",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": ["x"] * 8}},
+            "long_factor that is no list of numbers",
+        ),
         ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "24 of 16"),
         ("olmo2", {"sliding_window": 8}, "sliding_window=8"),
         ("granite", {"logits_scaling": 0.0}, "logit_divisor is 0"),
@@ -131,3 +229,32 @@ def test_what_a_family_does_not_implement_is_refused_by_name(case: str, changes:
         parse(case, **changes)
     assert named in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def rope_with(case: str, layout: str, **extra: Any) -> dict[str, Any]:
+    """The fields of a golden case that say how it rotates, with more in them."""
+    fields = json.loads((GOLDEN / case / layout).read_text())
+    if layout == "config_legacy.json":
+        return fields | {"rope_scaling": (fields.get("rope_scaling") or {"rope_type": "default"}) | extra}
+    ropes = fields["rope_parameters"]
+    nested = {name: rope | extra for name, rope in ropes.items()} if "full_attention" in ropes else ropes | extra
+    return fields | {"rope_parameters": nested}
+
+
+@pytest.mark.parametrize("layout", ["config.json", "config_legacy.json"])
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_a_field_that_nobody_knows_is_refused_by_name_in_every_family(case: str, layout: str) -> None:
+    stated = json.loads((GOLDEN / case / layout).read_text())
+    family = family_of(stated["model_type"], "config.json")
+    family.read_config(stated)
+    for fields, named in (
+        (stated | {"surprise_norm": 2}, "sets surprise_norm=2"),
+        (stated | {"is_causal": False}, "is_causal=False"),
+        (stated | {"hidden_act": "relu"}, "hidden_act='relu'"),
+        (rope_with(case, layout, surprise_scale=2), "sets surprise_scale=2"),
+        (rope_with(case, layout, rope_type="spiral"), "RoPE type 'spiral'"),
+    ):
+        with pytest.raises(JaxkvError) as refusal:
+            family.read_config(fields)
+        assert named in str(refusal.value)
+        assert "\n" not in str(refusal.value)

@@ -49,6 +49,29 @@ def test_fused_and_stacked_matrices_stay_quantized(golden: Path, tmp_path: Path,
     assert np.abs(logits - expected["logits_1"]).max() < 1.5
 
 
+@pytest.mark.parametrize("storage", ["F32", "Q8_0"])
+def test_a_mixture_with_a_tensor_for_each_expert_is_the_one_with_stacked_experts(
+    golden: Path, tmp_path: Path, storage: str
+) -> None:
+    def kind(name: str) -> str:
+        return "F32" if "gate_inp" in name or "down" in name else storage
+
+    stacked, separate = (
+        load_model(
+            write_family_gguf(golden / "mixtral", tmp_path / f"{apart}.gguf", storage=kind, separate_experts=apart)
+        )
+        for apart in (False, True)
+    )
+    assert separate.fingerprint == stacked.fingerprint
+
+
+def test_a_missing_expert_is_named(golden: Path, tmp_path: Path) -> None:
+    metadata = {"llama.expert_count": 5, "llama.expert_used_count": 2}
+    path = write_family_gguf(golden / "mixtral", tmp_path / "model.gguf", metadata=metadata, separate_experts=True)
+    with pytest.raises(JaxkvError, match=r"lacks blk.0.ffn_down.4.weight and 5 more"):
+        load_model(path)
+
+
 def test_the_pattern_of_windows_and_the_local_rope_of_a_released_gemma_3_are_known(
     golden: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +99,15 @@ def test_short_factors_of_longrope_are_taken_with_the_context_that_they_serve(go
     rope = config.layer_kinds[0].rope
     assert (rope.frequency_divisors, rope.attention_factor) == (tuple(factors.tolist()), 1.25)
     assert (config.max_context, config.windows[0]) == (64, None)
+
+
+@pytest.mark.parametrize("case", ARCHITECTURES)
+def test_a_key_that_nobody_knows_is_refused_by_name_in_every_family(golden: Path, tmp_path: Path, case: str) -> None:
+    architecture = ARCHITECTURES[case]
+    for key, value in (("surprise_norm", 2.0), ("rope.scaling.type", "spiral"), ("attention.causal", False)):
+        path = write_family_gguf(golden / case, tmp_path / "model.gguf", metadata={f"{architecture}.{key}": value})
+        with pytest.raises(JaxkvError, match=rf"{architecture}.{key}={value!r}"):
+            load_model(path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from models import load_model
 LLAMA_CASES = ["llama", "llama_mqa", "llama_rope_llama3", "llama_bias_tied"]
 FAMILY_CASES = [
     *("qwen2", "qwen3", "mistral_window", "gemma2", "gemma3", "phi3", "olmo2", "granite", "smollm3"),
-    *("mixtral", "qwen3_moe"),
+    *("mixtral", "qwen3_moe", "arcee"),
 ]
 
 

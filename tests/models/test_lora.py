@@ -1,6 +1,7 @@
 """Adapters of PEFT: what is read, and what is refused by name."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,11 @@ QUERY = f"{PREFIX}model.layers.0.self_attn.q_proj"
         (f"{QUERY}.lora_B.weight", np.zeros((65, 4), "f4"), "maps 64 features to 65, the model's maps 64 to 64"),
         (f"{QUERY}.lora_magnitude_vector", np.zeros(64, "f4"), "has .*q_proj.lora_magnitude_vector, implemented are"),
         (f"{PREFIX}lm_head.weight", np.zeros((2, 2), "f4"), "has .*lm_head.weight, implemented are lora_A and lora_B"),
+        (
+            f"{PREFIX}model.embed_tokens.lora_embedding_A",
+            np.zeros((4, 320), "f4"),
+            "has .*embed_tokens.lora_embedding_A",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(case, decoder, name, value, message, tmp_path):
@@ -148,6 +154,27 @@ def test_a_module_that_the_model_lacks_is_named(case, decoder, module, tmp_path)
     path = write_adapter(tmp_path, case, ("q_proj",), extra=extra)
     with pytest.raises(JaxkvError, match=f"adapts {module}, which is no projection of attention or MLP"):
         read_adapter(path, decoder)
+
+
+@pytest.mark.parametrize("module", ["gate", "experts.1.w2"])
+def test_a_router_and_an_expert_are_not_adapted(golden, module, tmp_path):
+    pair = {"A": np.zeros((4, 64), "f4"), "B": np.zeros((64, 4), "f4")}
+    name = f"model.layers.0.block_sparse_moe.{module}"
+    extra = {f"{PREFIX}{name}.lora_{side}.weight": value for side, value in pair.items()}
+    path = write_adapter(tmp_path, golden / "mixtral", ("q_proj",), extra=extra)
+    with pytest.raises(JaxkvError, match=f"adapts {name}, which is no projection of attention or MLP"):
+        load_model(golden / "mixtral").read_adapter(path)
+
+
+def test_an_adapter_of_what_is_below_the_output_matrix_is_the_same(case, decoder, tmp_path):
+    path = write_adapter(tmp_path / "whole", case, ("q_proj", "down_proj"))
+    tensors = load_file(path / "adapter_model.safetensors")
+    bare = shutil.copytree(path, tmp_path / "bare")
+    save_file(
+        {name.replace(f"{PREFIX}model.", PREFIX): each for name, each in tensors.items()},
+        bare / "adapter_model.safetensors",
+    )
+    assert read_adapter(bare, decoder).fingerprint == read_adapter(path, decoder).fingerprint
 
 
 def test_a_directory_that_is_no_adapter_is_refused(case, decoder, tmp_path):

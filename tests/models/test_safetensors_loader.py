@@ -86,6 +86,27 @@ def test_missing_extra_and_misshapen_tensors_are_named(golden: Path, tmp_path: P
     assert named in refusal_of(copy_case(golden / "llama", tmp_path, tensors=change))
 
 
+def bare(tensors: Tensors) -> Tensors:
+    """As AutoModel saves a model: what is below the output matrix."""
+    return {name.removeprefix("model."): each for name, each in tensors.items() if name != "lm_head.weight"}
+
+
+def test_names_without_model_are_those_of_the_network_below_the_output_matrix(golden: Path, tmp_path: Path) -> None:
+    tied = copy_case(golden / "llama_bias_tied", tmp_path / "tied", tensors=bare)
+    assert load_model(tied).fingerprint == load_model(golden / "llama_bias_tied").fingerprint
+    lacking = copy_case(
+        golden / "llama", tmp_path / "lacking", tensors=lambda tensors: without("norm.weight")(bare(tensors))
+    )
+    assert "lacks lm_head.weight and 1 more" in refusal_of(lacking)
+
+
+def test_a_model_without_an_output_matrix_has_no_logits(golden: Path, tmp_path: Path) -> None:
+    path = copy_case(golden / "llama", tmp_path, tensors=bare, config={"architectures": ["LlamaModel"]})
+    model, whole = load_model(path), load_model(golden / "llama")
+    assert (model.spec.num_labels, whole.spec.num_labels) == (0, None)
+    assert model.params.keys() == whole.params.keys() - {"output"}
+
+
 def test_stored_inverse_frequencies_are_tolerated(golden: Path, tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     load_model(copy_case(golden / "llama", tmp_path, tensors=lambda tensors: tensors | extra))

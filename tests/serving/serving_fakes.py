@@ -155,6 +155,6 @@ def install(replies: list[str]) -> FakeBatcher:
     from kv_serving import cli
 
     batcher = FakeBatcher(replies)
-    cli.open_model = lambda source, dtype, console, tensor_parallel=1: fake_model()
+    cli.open_model = lambda source, dtype, console, tensor_parallel=1, max_context=None: fake_model()
     cli.start_engine = lambda model, config, console, **_: FakeEngine(config, batcher)
     return batcher

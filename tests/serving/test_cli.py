@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import serving_fakes
+from long_rope import LONGROPE_CASE, write_long_case
 from serving_fakes import FakeBatcher
 
 from kv_common import __version__
 from kv_serving import cli
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
+GOLDEN = REPOSITORY / "tests" / "data" / "golden"
 
 
 @pytest.fixture
@@ -79,6 +81,15 @@ def test_chat_answers_line_by_line(
     captured = capsys.readouterr()
     assert captured.out == "hello\n"
     assert captured.err.startswith("parrot. /reset begins")
+
+
+def test_a_longer_context_is_asked_for_in_one_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(write_long_case(GOLDEN, tmp_path, LONGROPE_CASE))
+    arguments = ["inspect", model, "--kv-pool-bytes", "1MiB"]
+    assert cli.run([*arguments, "--max-context", "64"]) == 0
+    assert "64 tokens, 4 pages" in capsys.readouterr().out
+    assert cli.run([*arguments, "--max-context", "129"]) == 2
+    assert "jaxkv: phi3: max_context is 129, the model takes 2 to 128 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

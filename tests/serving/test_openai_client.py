@@ -1,13 +1,15 @@
-"""The official client works unchanged, and what it gets has the fields that its own types call for."""
+"""The official client works unchanged, and what it gets has the fields that its own types call for, and few others."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
 import openai
 import pydantic
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CreateEmbeddingResponse, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
 from server_case import ENGINE, Case, running_server
 
 CHAT = [{"role": "user", "content": "the rest"}]
@@ -37,6 +39,21 @@ def client(case: Case) -> Iterator[openai.OpenAI]:
         yield made
 
 
+def unknown_fields(value: object) -> set[str]:
+    """The fields anywhere in an answer that OpenAI's types do not have."""
+    if isinstance(value, list):
+        return set().union(*map(unknown_fields, value))
+    if isinstance(value, pydantic.BaseModel):
+        known = [getattr(value, name) for name in type(value).model_fields]
+        return set(value.model_extra or ()).union(*map(unknown_fields, known))
+    return set()
+
+
+def check(type_: type[pydantic.BaseModel], body: object, more: tuple[str, ...] = ()) -> None:
+    """Each field is there, in its own type, and none but `more` beside those that OpenAI has."""
+    assert unknown_fields(type_.model_validate_json(json.dumps(body), strict=True)) <= set(more)
+
+
 @pytest.mark.parametrize(
     ("path", "type_", "body"),
     [
@@ -48,16 +65,46 @@ def client(case: Case) -> Iterator[openai.OpenAI]:
 def test_whole_answers_have_every_field_in_its_own_type(
     case: Case, path: str, type_: type[pydantic.BaseModel], body: dict[str, object]
 ) -> None:
-    response = case.http.post(path, json={"max_tokens": 60, "temperature": 1.0, "seed": 1, **body})
-    assert response.status_code == 200
-    type_.model_validate_json(response.content, strict=True)
+    check(type_, case.post(path, max_tokens=60, temperature=1.0, seed=1, **body), ("stop_reason",))
 
 
-def test_chunks_have_every_field_in_its_own_type(case: Case) -> None:
-    for chunk in case.stream(
-        "/v1/chat/completions", messages=CHAT, max_tokens=4, logprobs=True, stream_options={"include_usage": True}
-    ):
-        ChatCompletionChunk.model_validate(chunk)
+@pytest.mark.parametrize(
+    "body", [{"logprobs": True, "top_logprobs": 1}, {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60}]
+)
+def test_chunks_have_every_field_in_its_own_type(case: Case, body: dict[str, object]) -> None:
+    asked = {"messages": CHAT, "max_tokens": 4, "stream_options": {"include_usage": True}, **body}
+    for chunk in case.stream("/v1/chat/completions", **asked):
+        check(ChatCompletionChunk, chunk, ("stop_reason",))
+
+
+def test_chunks_of_completions_have_every_field_in_its_own_type(case: Case) -> None:
+    *chunks, last, usage = case.stream(
+        "/v1/completions",
+        prompt="the",
+        max_tokens=4,
+        ignore_eos=True,
+        logprobs=1,
+        stream_options={"include_usage": True},
+    )
+    check(Completion, last, ("stop_reason",))
+    check(Completion, usage)
+    for chunk in chunks:
+        assert chunk["choices"][0]["finish_reason"] is None  # as OpenAI's own do, whatever the type says
+        chunk["choices"][0]["finish_reason"] = "stop"
+        check(Completion, chunk, ("stop_reason",))
+
+
+def test_models_embeddings_and_errors_have_every_field_in_its_own_type(case: Case) -> None:
+    listed = case.http.get("/v1/models").json()
+    assert (set(listed), listed["object"]) == ({"object", "data"}, "list")
+    for card in (*listed["data"], case.http.get("/v1/models/tiny").json()):
+        check(Model, card, ("parent", "max_model_len"))
+    check(CreateEmbeddingResponse, case.post("/v1/embeddings", input=["the", "rest"]))
+    for status, body in ((400, {"prompt": ""}), (404, {"prompt": "x", "model": "y"}), (422, {}), (422, {"prompt": 1})):
+        error = case.post("/v1/completions", status, **body)
+        assert set(error) == {"error"}
+        check(ErrorObject, error["error"])
+    assert case.http.get("/v1/nowhere").json().keys() == {"error"}
 
 
 def test_a_stream_is_read_to_its_usage(client: openai.OpenAI) -> None:

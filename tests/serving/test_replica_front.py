@@ -116,6 +116,7 @@ def test_scaling_is_given_to_ray_only_where_it_is_asked_for() -> None:
     assert Scaling(replicas=2, max_replicas=2).options() == {"num_replicas": 2}
     scaling = Scaling(replicas=1, max_replicas=4, target_requests=7).options()["autoscaling_config"]
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 7)
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (30, 600)
     with pytest.raises(ScalingError, match="3 replicas and at most 2"):
         Scaling(replicas=3, max_replicas=2)
 

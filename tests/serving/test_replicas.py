@@ -6,8 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -24,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 START = "from kv_serving.cli import main; main()"
 OPTIONS = (
     "--replicas=2 --served-name=tiny --kv-pool-bytes=1MiB --max-requests=4 --max-step-tokens=64 --max-context=128 "
-    "--no-warm-up --no-compilation-cache --max-body=20000 --drain=2 --api-key=sesame --api-key=other"
+    "--no-warm-up --no-compilation-cache --max-body=8MiB --drain=2 --api-key=sesame --api-key=other"
 )
 
 
@@ -123,10 +125,15 @@ def test_what_is_refused_says_so_as_on_one_server(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json={"prompt": []}).json()["error"]["param"] == "prompt"
     broken = client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
-    too_large = client.post("/v1/completions", json={"prompt": "x" * 30_000})
+    too_large = client.post("/v1/completions", json={"prompt": [5], "user": "x" * 9_000_000})
     assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
     assert client.get("/v1/nothing").status_code == 404
     assert client.get("/ready").json() == {"status": "ready"}
+
+
+def test_a_body_may_be_as_large_as_the_limit_says(client: httpx.Client) -> None:
+    body = {"prompt": [5], "max_tokens": 1, "user": "x" * 8_000_000}
+    assert client.post("/v1/completions", json=body).status_code == 200
 
 
 def test_each_response_has_one_id_and_embeddings_are_served_too(client: httpx.Client) -> None:
@@ -148,7 +155,9 @@ def test_a_client_that_goes_away_frees_its_place(client: httpx.Client) -> None:
     wait_for(told)
 
 
-def test_what_a_dead_replica_had_goes_to_the_other(server: tuple[httpx.Client, psutil.Process]) -> None:
+def test_what_a_dead_replica_had_goes_to_the_other_and_nobody_waits_in_vain(
+    server: tuple[httpx.Client, psutil.Process],
+) -> None:
     client, process = server
     places: dict[str, list[int]] = {}
     for number in range(40, 80):
@@ -158,7 +167,27 @@ def test_what_a_dead_replica_had_goes_to_the_other(server: tuple[httpx.Client, p
     names = {each: " ".join(each.cmdline()) for each in process.children(recursive=True)}
     replicas = [each for each, name in names.items() if "ServeReplica:jaxkv:replica" in name]
     assert len(replicas) == 2
-    replicas[0].kill()
+    answers: list[httpx.Response] = []
+    killed = threading.Event()
+
+    def load() -> None:
+        more = 10
+        while more:
+            more -= killed.is_set()
+            answers.append(client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 40}))
+
+    with ThreadPoolExecutor(8) as clients:
+        under_load = [clients.submit(load) for _ in range(8)]
+        wait_for(lambda: len(answers) > 30)
+        replicas[0].kill()
+        killed.set()
+        for each in under_load:
+            each.result()
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    for answer in answers:
+        if answer.status_code == 503:
+            assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("unavailable", "1")
+    assert sum(answer.status_code == 200 for answer in answers[-60:]) == 60
     (lost,) = [place for place, prompt in places.items() if ask(client, prompt)[1] == 0]
     replica, cached, _ = ask(client, places[lost])
     assert (replica != lost, cached) == (True, 80)

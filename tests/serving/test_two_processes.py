@@ -14,12 +14,61 @@ from typing import NamedTuple
 
 import pytest
 
+from kv_execution.process_group import EXIT_STATUS
 from kv_serving.cli import run
 from tests.models.model_files import write_gguf
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PROMPT = ("--prompt", "an an 1 2", "--raw", "--temperature", "0")
 SMALL = ("--kv-pool-bytes", "1MiB")
+
+
+MAIN = "from kv_serving.cli import main; main()"
+STOPPED = """
+import pkgutil, sys, time
+from kv_serving.cli import main
+import kv_execution, os
+
+def stop(*_, **__):
+    print("stopped", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+if os.environ.get("JAXKV_PROCESS_ID", "0") == "{process_id}":
+    owner, name = "{where}".rsplit(".", 1)
+    setattr(pkgutil.resolve_name(owner), name, stop)
+main()
+"""
+FAILS = """
+from kv_serving.cli import main
+from kv_execution.runtime import PagedRuntime
+import os
+
+def fail(*_):
+    raise ZeroDivisionError("a mistake")
+
+if "JAXKV_PROCESS_ID" not in os.environ:
+    PagedRuntime.forward = fail
+main()
+"""
+
+
+LATE = """
+import os, pkgutil, time
+from kv_serving.cli import main
+import kv_execution
+
+owner, name = "{where}".rsplit(".", 1)
+on_time = getattr(pkgutil.resolve_name(owner), name)
+
+def late(*arguments, **options):
+    setattr(pkgutil.resolve_name(owner), name, on_time)
+    time.sleep(35)
+    return on_time(*arguments, **options)
+
+if "JAXKV_PROCESS_ID" in os.environ:
+    setattr(pkgutil.resolve_name(owner), name, late)
+main()
+"""
 
 
 class Pair(NamedTuple):
@@ -40,19 +89,24 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60) -> Iterator[Pair]:
-    """The same command twice; the second is told its part by the environment."""
-    command = [sys.executable, "-c", "from kv_serving.cli import main; main()", "generate", str(model)]
+def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60, main: str = MAIN) -> Iterator[Pair]:
+    """The same command twice; the first is told its part by options, the second by the environment."""
+    command = [sys.executable, "-c", main, "generate", str(model)]
     command += [*PROMPT, *SMALL, *options, "--tp", str(tp), "--peer-timeout", str(peer_timeout_s)]
-    shared = {"JAXKV_COORDINATOR": f"127.0.0.1:{free_port()}", "JAXKV_NUM_PROCESSES": "2"}
-    flags = f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
+    coordinator, flags = f"127.0.0.1:{free_port()}", f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
+    by_options = ("--coordinator", coordinator, "--num-processes", "2", "--process-id", "0")
+    by_environment = {"JAXKV_COORDINATOR": coordinator, "JAXKV_NUM_PROCESSES": "2", "JAXKV_PROCESS_ID": "1"}
     started = []
     try:
-        for process_id in (0, 1):
-            environment = {**os.environ, **shared, "JAXKV_PROCESS_ID": str(process_id), "XLA_FLAGS": flags}
+        for given, variables in ((by_options, {}), ((), by_environment)):
+            environment = {**os.environ, **variables, "XLA_FLAGS": flags}
             started.append(
                 subprocess.Popen(
-                    command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                    [*command, *given],
+                    cwd=REPOSITORY,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                 )
             )
         yield Pair(*started)
@@ -61,6 +115,14 @@ def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60) ->
             if process.poll() is None:
                 process.kill()
             process.communicate()
+
+
+def assert_misses(process: subprocess.Popen, complaints: bytes, killed: int) -> None:
+    """`process` has ended with the line about a peer that was killed, and with nothing else."""
+    assert complaints.decode() == (
+        f"jaxkv: process {killed} has ended, and process {1 - killed} cannot go on alone: start all of them again\n"
+    )
+    assert process.returncode == EXIT_STATUS
 
 
 def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(model, capsys):
@@ -76,31 +138,56 @@ def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(mod
     assert len(alone["results"][0]["tokens"]) > 8
 
 
-def test_a_killed_peer_ends_the_other_with_one_line(model):
-    with pair(model, "--max-tokens", "200") as (first, second):
-        assert first.stdout.read(1), first.stderr.read()  # tokens are coming
-        second.kill()
-        killed_s = time.monotonic()
-        _, complaints = first.communicate(timeout=60)
-        assert time.monotonic() - killed_s < 60
-    assert first.returncode == 2
-    lines = complaints.decode().splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("jaxkv: ")
-    assert "start all of them again" in lines[0]
+@pytest.mark.parametrize(
+    ("killed", "how"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGKILL),
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_process_ends_the_other_with_one_line(killed, how, model):
+    with pair(model, "--max-tokens", "200", peer_timeout_s=600) as processes:
+        assert processes.first.stdout.read(1), processes.first.stderr.read()  # tokens are coming
+        processes[killed].send_signal(how)
+        _, complaints = processes[1 - killed].communicate(timeout=60)
+    assert_misses(processes[1 - killed], complaints, killed)
 
 
 @pytest.mark.slow
-def test_a_killed_process_0_ends_the_other_and_is_named_as_the_reason(model):
-    with pair(model, "--max-tokens", "200") as (first, second):
-        assert first.stdout.read(1), first.stderr.read()
-        first.kill()
-        _, complaints = second.communicate(timeout=60)
-    # Process 0 has jax's coordination service, whose end jax notices by itself: its lines may come before ours, and
-    # where it is the first to end the process it does so by an abort.
-    assert second.returncode in (2, -signal.SIGABRT)
-    said = complaints.decode()
-    assert "start all of them again" in said or "another task died" in said
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "jax.distributed.initialize",
+        "kv_serving.cli.open_model",
+        "kv_serving.cli.start_engine",
+        "kv_execution.runtime.PagedRuntime.forward",
+        "kv_execution.runtime.PagedRuntime.collect",
+        "kv_serving.process_options.leave",
+    ],
+)
+def test_wherever_a_process_is_killed_the_other_ends_with_one_line(where, killed, model):
+    with pair(model, "--json", peer_timeout_s=600, main=STOPPED.format(where=where, process_id=killed)) as processes:
+        while (line := processes[killed].stderr.readline()) != b"stopped\n":
+            assert line, "it has ended before it came there"
+        with pytest.raises(subprocess.TimeoutExpired):
+            processes[1 - killed].communicate(timeout=1)  # it waits
+        processes[killed].kill()
+        answer, complaints = processes[1 - killed].communicate(timeout=60)
+    assert_misses(processes[1 - killed], complaints, killed)
+    assert bool(answer) == (killed == 1 and where.endswith(".leave")), "an answer that is complete is not lost"
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_on_its_own_shows_its_traceback_and_ends_the_other_with_one_line(model):
+    with pair(model, peer_timeout_s=600, main=FAILS) as (first, second):
+        _, complaints = first.communicate(timeout=60)
+        _, others_complaints = second.communicate(timeout=60)
+    assert first.returncode == 1
+    assert complaints.splitlines()[-1] == b"ZeroDivisionError: a mistake"
+    assert_misses(second, others_complaints, 0)
 
 
 @pytest.mark.slow
@@ -119,6 +206,16 @@ def test_a_peer_that_falls_silent_ends_the_other_within_its_timeout(stopped, mod
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["kv_serving.cli.start_engine", "kv_execution.runtime.PagedRuntime.forward"])
+def test_a_process_that_needs_longer_than_gloo_waits_for_a_first_collective_is_waited_for(where, model):
+    with pair(model, "--max-tokens", "4", tp=4, main=LATE.format(where=where)) as (first, second):
+        answer, complaints = first.communicate(timeout=180)
+        second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), complaints
+    assert answer
+
+
+@pytest.mark.slow
 def test_four_devices_in_two_processes_share_two_heads(model, capsys):
     options = ("--max-tokens", "24", "--json")
     with pair(model, *options, tp=4) as (first, second):
@@ -127,6 +224,14 @@ def test_four_devices_in_two_processes_share_two_heads(model, capsys):
     assert first.returncode == 0, complaints
     assert run(["generate", str(model), *PROMPT, *SMALL, *options]) == 0
     assert json.loads(out)["results"] == json.loads(capsys.readouterr().out)["results"]
+
+
+def test_one_process_with_many_devices_says_what_one_device_says(model, capsys):
+    results = []
+    for tp in ("1", "2"):
+        assert run(["generate", str(model), *PROMPT, *SMALL, "--max-tokens", "24", "--json", "--tp", tp]) == 0
+        results.append(json.loads(capsys.readouterr().out)["results"])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(
@@ -169,13 +274,39 @@ group.leave()
 """
 
 
-@pytest.mark.slow
-def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
+READS = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from kv_execution import join_processes
+from models import load_model
+from models.gguf_loader import GgufCheckpoint
+
+coordinator, process_id, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+group = join_processes(coordinator, 2, process_id)
+read, numbers = GgufCheckpoint.read, {}
+
+def counted(self, name, index=None):
+    tensor = read(self, name, index)
+    numbers[name] = numbers.get(name, 0) + tensor.size
+    return tensor
+
+GgufCheckpoint.read = counted
+fingerprint = load_model(model, tensor_parallel=2).fingerprint
+checkpoint = GgufCheckpoint(Path(model))
+shares = {name: numbers[name] / np.prod(checkpoint.shape(name)) for name in checkpoint.names}
+print(json.dumps({"shares": shares, "fingerprint": str(fingerprint)}))
+group.leave()
+"""
+
+
+def run_in_two_processes(script: str, model: Path) -> list[list[str]]:
+    """The lines that each process of `script` prints, Gloo's apart."""
     coordinator = f"127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", APART, coordinator, str(process_id), str(model)],
+            [sys.executable, "-c", script, coordinator, str(process_id), str(model)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -184,7 +315,20 @@ def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
     ]
     outputs = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
-    told = [[line for line in out.decode().splitlines() if "Gloo" not in line] for out, _ in outputs]
+    return [[line for line in out.decode().splitlines() if "Gloo" not in line] for out, _ in outputs]
+
+
+def test_a_process_reads_its_own_slices_and_no_others(model):
+    first, second = (json.loads(line) for (line,) in run_in_two_processes(READS, model))
+    assert first == second
+    whole = {name for name, share in first["shares"].items() if share == 1}
+    assert {share for share in first["shares"].values()} == {0.5, 1}
+    assert {name.split(".")[-2] for name in whole} == {"token_embd", "attn_norm", "ffn_norm", "output_norm"}
+
+
+@pytest.mark.slow
+def test_seeds_that_nobody_chose_and_deadlines_are_agreed(model):
+    told = run_in_two_processes(APART, model)
     assert told[0] == told[1]
     assert told[0][-1].endswith("length")
     assert any(line.startswith("1 ") and line.endswith("deadline") for line in told[0]), told[0]

@@ -93,12 +93,12 @@ inline void pack_block(const float* from, const TokenTiles& shape, int offset, c
 }
 
 int64_t amx_packed_size(const WeightView& weight, int64_t tokens) {
-  if (!is_quantized(weight.kind)) return avx512_kernels().packed_size(weight, tokens);
+  if (!is_quantized(weight.kind)) return avx512_kernels().products.packed_size(weight, tokens);
   return TokenTiles(weight, tokens).floats();
 }
 
 void amx_pack(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed) {
-  if (!is_quantized(weight.kind)) return avx512_kernels().pack(weight, x, x_stride, tokens, packed);
+  if (!is_quantized(weight.kind)) return avx512_kernels().products.pack(weight, x, x_stride, tokens, packed);
   const TokenTiles shape(weight, tokens);
   alignas(64) static constexpr float kZeros[kQuantBlock] = {};
   float* numbers = packed + shape.numbers_offset();

@@ -223,7 +223,8 @@ void multiply_kind(const WeightView& weight, const float* packed, int64_t tokens
     case 3: return multiply_all<kKind, 3>(weight, packed, shape, first_output, outputs, results);
     case 4: return multiply_all<kKind, 4>(weight, packed, shape, first_output, outputs, results);
   }
-  const TileShape tiles(static_cast<int>(shape.height));
+  const TileSize by_token{shape.height, 64}, weights{kTileRows, 64};
+  const TileShape tiles({by_token, by_token, by_token, by_token, weights, weights, by_token, by_token});
   switch (shape.height) {
     case 8: return multiply_all<kKind, 8>(weight, packed, shape, first_output, outputs, results);
     case 12: return multiply_all<kKind, 12>(weight, packed, shape, first_output, outputs, results);
@@ -242,7 +243,7 @@ void amx_product(const WeightView& weight, const float* packed, int64_t tokens, 
       return multiply_kind<WeightKind::kQ4_1>(weight, packed, tokens, first_output, outputs, results);
     case WeightKind::kNibbles:
       return multiply_kind<WeightKind::kNibbles>(weight, packed, tokens, first_output, outputs, results);
-    default: return avx512_kernels().product(weight, packed, tokens, first_output, outputs, results);
+    default: return avx512_kernels().products.product(weight, packed, tokens, first_output, outputs, results);
   }
 }
 

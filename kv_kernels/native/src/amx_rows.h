@@ -44,6 +44,20 @@ class TileRows {
       if constexpr (has_mins(kKind)) jaxkv::unpack_scales(mins_, blocks_, first, blocks, to->mins[0]);
     }
   }
+  // Those of at most sixteen blocks, [row][16].
+  void read_scales(int64_t first, int64_t blocks, float (*scales)[16], float (*mins)[16]) const {
+    if constexpr (kKind == WeightKind::kNibbles) {
+      read_group_scales(first, blocks, scales, mins);
+    } else {
+      const __mmask16 present = static_cast<__mmask16>((1 << blocks) - 1);
+      const auto read = [&](const uint16_t* const* rows, float (*to)[16]) {
+        for (int64_t i = 0; i < kTileOutputs; ++i)
+          _mm512_store_ps(to[i], _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, rows[i] + first)));
+      };
+      read(scales_, scales);
+      if constexpr (has_mins(kKind)) read(mins_, mins);
+    }
+  }
   // Asks for what a block is in rows that come `tiles` times sixteen after these; which of them is which does not matter.
   void prefetch_ahead(int64_t block, int64_t tiles) const {
     const int64_t at = kTileOutputs * (tiles * blocks_ + block);
@@ -55,6 +69,20 @@ class TileRows {
   }
 
  private:
+  void read_group_scales(int64_t first, int64_t blocks, float (*scales)[16], float (*mins)[16]) const {
+    Unpacked by_block;
+    for (int64_t run = 0; run < blocks; run += kScaleRun) {
+      const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
+      unpack_scales(first + run, count, &by_block);
+      for (int64_t i = 0; i < kTileOutputs; ++i) {
+        for (int64_t block = 0; block < count; ++block) {
+          scales[i][run + block] = by_block.scales[block][i];
+          mins[i][run + block] = by_block.mins[block][i];
+        }
+      }
+    }
+  }
+
   const WeightView* weight_;
   int64_t blocks_;
   int64_t rows_[kTileOutputs];

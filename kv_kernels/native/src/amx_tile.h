@@ -17,20 +17,23 @@ constexpr int64_t kTileBytes = 1024;  // 16 rows of 64 bytes
 // A product's registers: the sums of two tiles of tokens times two of outputs, the outputs' weights and the tokens' x.
 constexpr int kSumTile = 0, kWeightTile = 4, kXTile = 6;
 
-// The shape of this thread's tiles while it stands: x and the sums have `rows` rows. Released at the end, since tiles
-// in use are saved at every switch of threads.
+struct TileSize {
+  int64_t rows, row_bytes;
+};
+
+// The shapes of this thread's tiles while it stands. Released at the end, since tiles in use are saved at every switch of
+// threads.
 class TileShape {
  public:
-  explicit TileShape(int rows) {
+  explicit TileShape(const TileSize (&sizes)[8]) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
     for (int tile = 0; tile < 8; ++tile) {
-      const bool is_weight = tile == kWeightTile || tile == kWeightTile + 1;
-      shape.row_bytes[tile] = 64;
-      shape.rows[tile] = static_cast<uint8_t>(is_weight ? kTileRows : rows);
+      shape.row_bytes[tile] = static_cast<uint16_t>(sizes[tile].row_bytes);
+      shape.rows[tile] = static_cast<uint8_t>(sizes[tile].rows);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));
   }
@@ -50,6 +53,16 @@ template <int kTile>
 inline void tile_load(const void* from) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(int64_t{64}), "i"(kTile),
                    "m"(*static_cast<const TileMemory*>(from)));
+}
+
+// Rows that lie `stride` bytes apart.
+template <int kTile>
+inline void tile_load(const void* from, int64_t stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void tile_store_rows(void* to, int64_t stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
 template <int kTile>

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kTileQueries = 96;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
 constexpr int64_t kSplitTokens = 4;   // tiles of so few tokens give every split of their keys to a task of its own
+constexpr int64_t kTasksPerThread = 4;
 
 // The tiles of every row, checked against the pools and the page list. Rows without a query have none.
 std::vector<QueryTile> query_tiles(Checker& check, const Attention& a, const ffi::AnyBuffer& query_start,
@@ -65,24 +66,27 @@ struct Plan {
   ffi::AnyBuffer query_start, kv_len, page_start, page_ids;
 };
 
-// A tile's share of the work: one K/V head, all of its keys or one split of them.
+// A tile's share of the work: some K/V heads, all of their keys or one split of them.
 struct Task {
   const QueryTile* tile;
-  int64_t kv_head;
+  HeadRange heads;
   int64_t split;    // -1 for all keys
-  int64_t partial;  // where its sums go, in floats
+  int64_t partial;  // where the sums of the first head go, in floats
 };
 
-// Partials that make up the result of one tile and head.
+// Partials that make up the result of a tile: [splits][kv_heads].
 struct Merge {
   const QueryTile* tile;
-  int64_t kv_head;
   int64_t splits;
   int64_t partial;
 };
 
 void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<QueryTile>& tiles) {
   const Kernels& level = kernels();
+  const auto is_few = [](const QueryTile& tile) { return tile.tokens <= kSplitTokens; };
+  const int64_t few = std::count_if(tiles.begin(), tiles.end(), is_few);
+  // Few tokens wait for keys, which come soonest in the order they lie in; but no thread is to be without work.
+  const bool together = few >= kTasksPerThread * thread_count(pool);
   std::vector<Task> tasks;
   std::vector<Merge> merges;
   tasks.reserve(tiles.size() * static_cast<size_t>(a.kv_heads));
@@ -90,31 +94,33 @@ void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<Q
   for (const QueryTile& tile : tiles) {
     const int64_t first = tile.oldest_key(a.window) / kSplitKeys;
     const int64_t last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
-    for (int64_t head = 0; head < a.kv_heads; ++head) {
-      if (last - first < 2 || tile.tokens > kSplitTokens) {
-        tasks.push_back({&tile, head, -1, 0});
-        continue;
-      }
-      merges.push_back({&tile, head, last - first, floats});
-      for (int64_t split = first; split < last; ++split) {
-        tasks.push_back({&tile, head, split, floats});
-        floats += level.partial_size(a, tile.tokens);
-      }
+    const bool whole = last - first < 2 || !is_few(tile);
+    const int64_t size = whole ? 0 : level.partial_size(a, tile.tokens);
+    if (!whole) merges.push_back({&tile, last - first, floats});
+    const int64_t heads = together && is_few(tile) ? a.kv_heads : 1;
+    for (int64_t split = first; split < (whole ? first + 1 : last); ++split) {
+      for (int64_t head = 0; head < a.kv_heads; head += heads, floats += heads * size)
+        tasks.push_back({&tile, {head, heads}, whole ? -1 : split, floats});
     }
   }
   float* partials = thread_scratch(Slot::kInput, floats);
   parallel_for(pool, static_cast<int64_t>(tasks.size()), [&](int64_t index) {
     const Task& task = tasks[static_cast<size_t>(index)];
-    float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, task.tile->tokens));
+    float* scratch =
+        thread_scratch(Slot::kTask, task.heads.count * level.attend_scratch(a, task.tile->tokens));
     if (task.split < 0) {
-      level.attend(a, *task.tile, task.kv_head, scratch);
+      level.attend(a, *task.tile, task.heads, scratch);
     } else {
-      level.attend_split(a, *task.tile, task.kv_head, task.split, partials + task.partial, scratch);
+      level.attend_split(a, *task.tile, task.heads, task.split, partials + task.partial, scratch);
     }
   });
   for (const Merge& merge : merges) {
     float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, merge.tile->tokens));
-    level.merge_splits(a, *merge.tile, merge.kv_head, partials + merge.partial, merge.splits, scratch);
+    const int64_t size = level.partial_size(a, merge.tile->tokens);
+    for (int64_t head = 0; head < a.kv_heads; ++head) {
+      level.merge_splits(a, *merge.tile, head, partials + merge.partial + head * size, merge.splits, a.kv_heads * size,
+                         scratch);
+    }
   }
 }
 

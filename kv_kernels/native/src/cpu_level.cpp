@@ -38,7 +38,8 @@ struct Levels {
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         tables[count++] = &avx512_kernels();
 #ifdef JAXKV_AMX
-        if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") && amx_allowed()) {
+        if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+            __builtin_cpu_supports("avx512bf16") && amx_allowed()) {
           tables[count++] = &amx_kernels();
         }
 #endif

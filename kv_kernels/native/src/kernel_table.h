@@ -11,9 +11,10 @@ namespace jaxkv {
 
 template <class S>
 constexpr Kernels kernel_table() {
-  return Kernels{S::kName,       packed_size<S>,  pack<S>,         product<S>,        argmax<S>,  normalize<S>,
-                 rotate<S>,      gate<S>,         attend<S>,       attend_split<S>,   merge_splits<S>,
-                 partial_size<S>, attend_scratch<S>, unpack_row<S>, widen<S>,          narrow_all<S>};
+  constexpr ProductKernels kProducts{96, packed_size<S>, pack<S>, product<S>};
+  return Kernels{S::kName,        kProducts,       kProducts,         argmax<S>,     normalize<S>, rotate<S>, gate<S>,
+                 attend<WideBlock<S>>, attend_split<WideBlock<S>>, merge_splits<S>,   partial_size<S>, attend_scratch<WideBlock<S>>,
+                 unpack_row<S>,   widen<S>,        narrow_all<S>};
 }
 
 }  // namespace jaxkv

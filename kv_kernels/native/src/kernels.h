@@ -15,7 +15,7 @@ enum class WeightKind { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kBytes, kNibbles
 
 constexpr int64_t kQuantBlock = 32;     // elements that share a scale
 constexpr int64_t kMaxPanel = 768;      // elements of `in` reduced in one run; such runs are added in order
-constexpr int64_t kTokenBlock = 96;     // most tokens that one call of `product` takes
+constexpr int64_t kTokenBlock = 256;    // most tokens that one call of a product takes
 constexpr int64_t kOutputBlock = 64;    // outputs that share a block of results
 constexpr int64_t kRowGroup = 4;        // weight rows that are multiplied together
 constexpr int64_t kUnpackedGroups = 2;  // row groups that are unpacked together
@@ -85,16 +85,28 @@ struct QueryTile {
   int64_t end_key() const { return position + tokens < kv_len ? position + tokens : kv_len; }
 };
 
-struct Kernels {
-  const char* name;
-  // Floats that `pack` fills for a block of at most kTokenBlock tokens that a product with `weight` will read.
+// K/V heads of a task. Their keys lie side by side: few tokens are done with a block of them soonest together.
+struct HeadRange {
+  int64_t first, count;
+};
+
+// Products of one precision with weights of every kind.
+struct ProductKernels {
+  int64_t token_block;  // tokens that are best given in one call, at most kTokenBlock
+  // Floats that `pack` fills for a block of tokens that a product with `weight` will read.
   int64_t (*packed_size)(const WeightView& weight, int64_t tokens);
   // x [tokens][x_stride] into the form that `product` reads; the same for all weights of one kind and in_features.
   void (*pack)(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed);
   // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. Other
-  // numbers of the kTokenBlock rows may be overwritten.
+  // numbers of these rows, and of rows up to a multiple of 16, may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                   float* results);
+};
+
+struct Kernels {
+  const char* name;
+  ProductKernels products;       // to float32's accuracy
+  ProductKernels bf16_products;  // of x in bfloat16: the same, or both sides rounded to it where that is faster
   // Where the largest of `count` numbers is, the first of equals; nan is less than all, infinity the largest float.
   int64_t (*argmax)(const float* x, int64_t count);
   // x / sqrt(mean(x^2) + eps) * weight.
@@ -103,15 +115,14 @@ struct Kernels {
   void (*rotate)(const float* cos, const float* sin, int64_t count, float* x);
   // gate = activation(gate) * up; both have room for `count` rounded up to 16.
   void (*gate)(Activation activation, const float* up, int64_t count, float* gate);
-  void (*attend)(const Attention&, const QueryTile&, int64_t kv_head, float* scratch);
-  // The sums over the keys of split `split` alone go to `partial`, of `partial_size` floats.
-  void (*attend_split)(const Attention&, const QueryTile&, int64_t kv_head, int64_t split, float* partial,
-                       float* scratch);
-  // What `attend` gives, from the partials of splits first to last, one after the other.
+  void (*attend)(const Attention&, const QueryTile&, HeadRange, float* scratch);
+  // The sums over the keys of split `split` alone go to `partials`, `partial_size` floats a head.
+  void (*attend_split)(const Attention&, const QueryTile&, HeadRange, int64_t split, float* partials, float* scratch);
+  // What `attend` gives for one head, from the partials of splits first to last, `partial_stride` floats apart.
   void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, const float* partials, int64_t splits,
-                       float* scratch);
+                       int64_t partial_stride, float* scratch);
   int64_t (*partial_size)(const Attention&, int64_t tokens);
-  // Floats of scratch, aligned to 64 bytes, that `attend` needs for a tile of so many tokens.
+  // Floats of scratch, aligned to 64 bytes, that `attend` needs for a head of a tile of so many tokens.
   int64_t (*attend_scratch)(const Attention&, int64_t tokens);
   void (*unpack_row)(const WeightView&, int64_t row, float* out);
   void (*widen)(const void* from, Element, int64_t count, float* out);

@@ -1,5 +1,7 @@
 // Quantized weights on AMX tiles of bf16; all else is the AVX-512 level's. Dense weights would have to be cut in parts
 // number by number, which for few tokens takes longer than their products.
+#include "amx_attention.h"
+#include "amx_bf16.h"
 #include "amx_product.h"
 
 namespace jaxkv {
@@ -8,9 +10,11 @@ const Kernels& amx_kernels() {
   static const Kernels table = [] {
     Kernels kernels = avx512_kernels();
     kernels.name = "amx";
-    kernels.packed_size = amx_packed_size;
-    kernels.pack = amx_pack;
-    kernels.product = amx_product;
+    kernels.products = {96, amx_packed_size, amx_pack, amx_product};
+    kernels.bf16_products = {kTokenBlock, narrow_packed_size, narrow_pack, narrow_product};
+    kernels.attend = narrow_attend;
+    kernels.attend_split = narrow_attend_split;
+    kernels.attend_scratch = narrow_attend_scratch;
     return kernels;
   }();
   return table;

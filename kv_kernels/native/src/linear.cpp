@@ -38,6 +38,9 @@ struct Call {
   int64_t chunk;   // outputs of a task
   int64_t chunks;  // tasks of a token block
 
+  const ProductKernels& products() const {
+    return x_type == Element::kBF16 ? kernels().bf16_products : kernels().products;
+  }
   int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }
 };
 
@@ -59,7 +62,7 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
     }
     from = wide;
   }
-  level.pack(call.matrices[0].weight, from, in, tokens, packed);
+  call.products().pack(call.matrices[0].weight, from, in, tokens, packed);
 }
 
 void add_bias(const float* bias, int64_t tokens, int64_t outputs, float* results) {
@@ -90,7 +93,7 @@ void finish(const Call& call, const Matrix& matrix, int64_t first_token, int64_t
 }
 
 void run_task(const Call& call, const float* packed, int64_t block, int64_t chunk_index) {
-  const Kernels& level = kernels();
+  const ProductKernels& products = call.products();
   const int64_t first_token = call.first_token(block), tokens = call.first_token(block + 1) - first_token;
   const bool gated = call.activation != Activation::kNone;
   size_t index = gated ? 1 : call.matrices.size() - 1;
@@ -102,10 +105,10 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
   alignas(64) float gates[kTokenBlock * kOutputBlock];
   for (int64_t first = begin; first < end; first += kOutputBlock) {
     const int64_t outputs = std::min(kOutputBlock, end - first);
-    level.product(matrix.weight, packed, tokens, first, outputs, results);
+    products.product(matrix.weight, packed, tokens, first, outputs, results);
     if (gated) {
       const Matrix& gate = call.matrices[0];
-      level.product(gate.weight, packed, tokens, first, outputs, gates);
+      products.product(gate.weight, packed, tokens, first, outputs, gates);
       add_bias(gate.bias == nullptr ? nullptr : gate.bias + first, tokens, outputs, gates);
     }
     finish(call, matrix, first_token, tokens, first, outputs, results, gated ? gates : nullptr);
@@ -113,11 +116,11 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
 }
 
 void run(ffi::ThreadPool& pool, Call& call) {
-  const Kernels& level = kernels();
+  const ProductKernels& products = call.products();
   const WeightView& weight = call.matrices[0].weight;
-  call.token_blocks = (call.tokens + kTokenBlock - 1) / kTokenBlock;
+  call.token_blocks = (call.tokens + products.token_block - 1) / products.token_block;
   const int64_t most = (call.tokens + call.token_blocks - 1) / call.token_blocks;
-  const int64_t size = (level.packed_size(weight, most) + 15) / 16 * 16;
+  const int64_t size = (products.packed_size(weight, most) + 15) / 16 * 16;
   float* packed = thread_scratch(Slot::kInput, call.token_blocks * size);
   const auto prepare_block = [&](int64_t block) {
     prepare(call, call.first_token(block), call.first_token(block + 1), packed + block * size);

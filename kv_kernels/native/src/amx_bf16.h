@@ -1,0 +1,236 @@
+// The product in bfloat16: x and the weights' values rounded to it, their products summed in float32 on tiles.
+//
+// Rows of weights are the first operand and tokens the second, so that dense rows are read as they lie. A result is
+// summed over k in steps of 32 in order, however many tokens stand beside it and however k is cut in runs.
+#pragma once
+
+#include "amx_bf16_rows.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int64_t kRunSteps = 20;  // whose weights, of two tiles of outputs, fill most of the first-level cache
+constexpr int64_t kRingSteps = 4;  // of few tokens, between their unpacking and their product
+
+struct Sums {
+  alignas(64) float tiles[2][2][kTileRows * kTileOutputs];  // [token tile][output tile][output][token]
+};
+
+template <int kTokenTiles, int kOutputTiles>
+inline void begin_sums() {
+  tile_zero<kSumTile>();
+  if constexpr (kOutputTiles > 1) tile_zero<kSumTile + 1>();
+  if constexpr (kTokenTiles > 1) tile_zero<kSumTile + 2>();
+  if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_zero<kSumTile + 3>();
+}
+template <int kTokenTiles, int kOutputTiles>
+inline void load_sums(const Sums& sums) {
+  tile_load<kSumTile>(sums.tiles[0][0]);
+  if constexpr (kOutputTiles > 1) tile_load<kSumTile + 1>(sums.tiles[0][1]);
+  if constexpr (kTokenTiles > 1) tile_load<kSumTile + 2>(sums.tiles[1][0]);
+  if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_load<kSumTile + 3>(sums.tiles[1][1]);
+}
+template <int kTokenTiles, int kOutputTiles>
+inline void store_sums(Sums* sums) {
+  tile_store<kSumTile>(sums->tiles[0][0]);
+  if constexpr (kOutputTiles > 1) tile_store<kSumTile + 1>(sums->tiles[0][1]);
+  if constexpr (kTokenTiles > 1) tile_store<kSumTile + 2>(sums->tiles[1][0]);
+  if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_store<kSumTile + 3>(sums->tiles[1][1]);
+}
+
+struct Strided {
+  const char* from;
+  int64_t step, row;  // bytes from one step to the next, and from one row
+};
+
+template <int kTokenTiles, int kOutputTiles>
+inline void multiply_steps(const Strided* weights, const char* x, int64_t x_tile, int64_t x_row, int64_t steps) {
+  const char *w = weights[0].from, *v = weights[1].from;
+  for (int64_t step = 0; step < steps; ++step) {
+    tile_load<kWeightTile>(w, weights[0].row);
+    tile_load<kXTile>(x, x_row);
+    tile_multiply<kSumTile, kWeightTile, kXTile>();
+    if constexpr (kOutputTiles > 1) {
+      tile_load<kWeightTile + 1>(v, weights[1].row);
+      tile_multiply<kSumTile + 1, kWeightTile + 1, kXTile>();
+    }
+    if constexpr (kTokenTiles > 1) {
+      tile_load<kXTile + 1>(x + x_tile, x_row);
+      tile_multiply<kSumTile + 2, kWeightTile, kXTile + 1>();
+      if constexpr (kOutputTiles > 1) tile_multiply<kSumTile + 3, kWeightTile + 1, kXTile + 1>();
+    }
+    w += weights[0].step, v += weights[1].step, x += kTileRows * x_row;
+  }
+}
+
+// Sums of a tile of outputs as columns of the results of `tokens` tokens.
+inline void to_results(const float* sums, int64_t tokens, float* results) {
+  __m512i v[16];
+  for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(sums + 16 * i);
+  transpose(v);
+  for (int64_t i = 0; i < tokens; ++i) _mm512_storeu_si512(results + i * kOutputBlock, v[i]);
+}
+
+// Two tiles of outputs, or one, times all tokens.
+template <WeightKind kKind, int kOutputTiles>
+class NarrowProduct {
+ public:
+  NarrowProduct(const WeightView& weight, const NarrowTokens& tokens, const char* x, int64_t first_output)
+      : weight_(weight), tokens_(tokens), x_(x), first_output_(first_output), x_row_(4 * tokens.height),
+        x_tile_(tokens.steps * kTileRows * x_row_) {
+    for (int i = 0; i < kOutputTiles; ++i) rows_[i] = NarrowRows<kKind>(weight, first_output + i * kTileOutputs);
+  }
+
+  // results [count][kOutputBlock].
+  void multiply(int64_t count, float* results) {
+    Sums sums[kTokenBlock / (2 * kTileRows)];
+    if (tokens_.tiles <= 2) {
+      multiply_few(sums);
+    } else {
+      multiply_many(sums);
+    }
+    for (int64_t tile = 0; tile < tokens_.tiles; ++tile) {
+      const int64_t token = tile * tokens_.height, left = count - token;
+      for (int i = 0; i < kOutputTiles; ++i) {
+        to_results(sums[tile / 2].tiles[tile % 2][i], left < tokens_.height ? left : tokens_.height,
+                   results + token * kOutputBlock + i * kTileOutputs);
+      }
+    }
+  }
+
+ private:
+  // All sums stay in the registers, and weights are multiplied while the next are unpacked.
+  void multiply_few(Sums* sums) {
+    begin_sums<2, kOutputTiles>();
+    const auto multiply = [&](int64_t first, int64_t steps, const Strided* weights) {
+      if (tokens_.tiles == 2) {
+        multiply_steps<2, kOutputTiles>(weights, x_at(0, first), x_tile_, x_row_, steps);
+      } else {
+        multiply_steps<1, kOutputTiles>(weights, x_at(0, first), x_tile_, x_row_, steps);
+      }
+    };
+    if (lies_in_tiles()) {
+      multiply(0, tokens_.steps, stored(0).tiles);
+    } else {
+      int64_t waiting = 0;
+      unpack(0, tokens_.steps, kRingSteps, [&](int64_t step) {
+        if (step > 0) multiply(step - 2, 2, unpacked(waiting).tiles);
+        waiting = step % kRingSteps;
+      });
+      const int64_t last = (tokens_.steps - 1) / 2 * 2;
+      multiply(last, tokens_.steps - last, unpacked(waiting).tiles);
+    }
+    store_sums<2, kOutputTiles>(sums);
+  }
+
+  // Some steps of all tokens at a time, whose weights stay in the first-level cache.
+  void multiply_many(Sums* sums) {
+    const int64_t runs = (tokens_.steps + kRunSteps - 1) / kRunSteps;
+    const int64_t run = ((tokens_.steps + runs - 1) / runs + 1) / 2 * 2;
+    for (int64_t first = 0; first < tokens_.steps; first += run) {
+      const int64_t steps = tokens_.steps - first < run ? tokens_.steps - first : run;
+      if (!lies_in_tiles()) unpack(first, steps, kRunSteps, [](int64_t) {});
+      const Weights weights = lies_in_tiles() ? stored(first) : unpacked(0);
+      for (int64_t tile = 0; tile < tokens_.tiles; tile += 2) {
+        if (first == 0) {
+          begin_sums<2, kOutputTiles>();
+        } else {
+          load_sums<2, kOutputTiles>(sums[tile / 2]);
+        }
+        if (tile + 1 < tokens_.tiles) {
+          multiply_steps<2, kOutputTiles>(weights.tiles, x_at(tile, first), x_tile_, x_row_, steps);
+        } else {
+          multiply_steps<1, kOutputTiles>(weights.tiles, x_at(tile, first), x_tile_, x_row_, steps);
+        }
+        store_sums<2, kOutputTiles>(&sums[tile / 2]);
+      }
+    }
+  }
+
+  // Steps [first, first + steps) by twos into a ring of `ring` steps; after each two, `after(their first, from 0)`.
+  template <class F>
+  void unpack(int64_t first, int64_t steps, int64_t ring, F after) {
+    NarrowScales scales[kOutputTiles];
+    for (int64_t step = 0; step < steps; step += 2) {
+      const int64_t at = step % NarrowScales::kBlocks, together = steps - step < 2 ? 1 : 2;
+      for (int i = 0; i < kOutputTiles; ++i) {
+        if (at == 0) rows_[i].read_scales(first + step, steps - step, &scales[i]);
+        for (int64_t next = 0; next < together; ++next) rows_[i].prefetch_ahead(first + step + next, kOutputTiles);
+        rows_[i].unpack(first + step, together, scales[i], at, unpacked_[i] + step % ring * kTileBytes);
+      }
+      after(step);
+    }
+  }
+
+  struct Weights {
+    Strided tiles[2];
+  };
+  Weights unpacked(int64_t at) const {
+    Weights weights{};
+    for (int i = 0; i < kOutputTiles; ++i) weights.tiles[i] = {unpacked_[i] + at * kTileBytes, kTileBytes, 64};
+    return weights;
+  }
+  // Rows of bfloat16 are tiles as they lie, unless one would reach over the end.
+  bool lies_in_tiles() const {
+    return kKind == WeightKind::kBF16 && weight_.in_features % kStep == 0 &&
+           first_output_ + kOutputTiles * kTileOutputs <= weight_.out_features;
+  }
+  Weights stored(int64_t step) const {
+    Weights weights{};
+    for (int i = 0; i < kOutputTiles; ++i) {
+      const int64_t at = (first_output_ + i * kTileOutputs) * weight_.in_features + step * kStep;
+      weights.tiles[i] = {static_cast<const char*>(weight_.values) + 2 * at, 2 * kStep, 2 * weight_.in_features};
+    }
+    return weights;
+  }
+  const char* x_at(int64_t tile, int64_t step) const { return x_ + tile * x_tile_ + step * kTileRows * x_row_; }
+
+  const WeightView& weight_;
+  const NarrowTokens& tokens_;
+  const char* x_;
+  int64_t first_output_, x_row_, x_tile_;
+  NarrowRows<kKind> rows_[kOutputTiles];
+  alignas(64) char unpacked_[kOutputTiles][kRunSteps * kTileBytes];
+};
+
+template <WeightKind kKind>
+void narrow_kind(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                 float* results) {
+  const NarrowTokens shape(weight, tokens);
+  const TileSize by_token{kTileRows, 4 * shape.height}, rows{kTileRows, 64};
+  const TileShape tiles({by_token, by_token, by_token, by_token, rows, rows, by_token, by_token});
+  const char* x = reinterpret_cast<const char*>(packed);
+  for (int64_t output = 0; output < outputs; output += 2 * kTileOutputs) {
+    if (output + kTileOutputs < outputs) {
+      NarrowProduct<kKind, 2>(weight, shape, x, first_output + output).multiply(tokens, results + output);
+    } else {
+      NarrowProduct<kKind, 1>(weight, shape, x, first_output + output).multiply(tokens, results + output);
+    }
+  }
+}
+
+void narrow_product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                    float* results) {
+  const auto run = [&](auto kind) {
+    narrow_kind<decltype(kind)::value>(weight, packed, tokens, first_output, outputs, results);
+  };
+  switch (weight.kind) {
+#define JAXKV_KIND(name) \
+  case WeightKind::name: return run(std::integral_constant<WeightKind, WeightKind::name>());
+    JAXKV_KIND(kF32)
+    JAXKV_KIND(kF16)
+    JAXKV_KIND(kBF16)
+    JAXKV_KIND(kQ8_0)
+    JAXKV_KIND(kQ4_0)
+    JAXKV_KIND(kQ4_1)
+    JAXKV_KIND(kBytes)
+    JAXKV_KIND(kNibbles)
+    JAXKV_KIND(kFiveBits)
+    JAXKV_KIND(kSixBits)
+    JAXKV_KIND(kFloat8)
+#undef JAXKV_KIND
+  }
+}
+
+}  // namespace
+}  // namespace jaxkv

@@ -1,0 +1,59 @@
+// Numbers between the forms that tiles take: rounded to bf16, and turned.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace jaxkv {
+namespace {
+
+inline __m512i narrowed(__m512 low, __m512 high) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Number j of vector i becomes number i of vector j.
+inline void transpose(__m512i* v) {
+  __m512i t[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i a = _mm512_unpacklo_epi32(v[i], v[i + 1]), b = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]), d = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
+    t[i] = _mm512_unpacklo_epi64(a, c);
+    t[i + 1] = _mm512_unpackhi_epi64(a, c);
+    t[i + 2] = _mm512_unpacklo_epi64(b, d);
+    t[i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88), b = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88), d = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+    v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+    v[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+    v[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+    v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+  }
+}
+
+inline __m512 load_some(const float* from, int64_t count) {
+  if (count >= 16) return _mm512_loadu_ps(from);
+  return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << count) - 1), from);
+}
+
+// Rows of floats as columns of pairs of bf16, the form of the second operand: [rows][stride], at most 16 rows, to
+// [16][height], zeros after the last. A row gives 16 numbers from its start and 16 from `apart` on, of the `count` it has.
+inline void pack_columns(const float* from, int64_t stride, int64_t rows, int64_t count, int64_t apart, int64_t height,
+                         float* to) {
+  __m512i v[16];
+  for (int64_t i = 0; i < 16; ++i) {
+    const float* row = from + i * stride;
+    v[i] = i < rows ? narrowed(load_some(row, count), load_some(row + apart, count - apart)) : _mm512_setzero_si512();
+  }
+  if (height == 1) return _mm512_storeu_si512(to, v[0]);
+  transpose(v);
+  const __mmask16 present = static_cast<__mmask16>((1 << height) - 1);
+  for (int64_t i = 0; i < 16; ++i) _mm512_mask_storeu_epi32(to + i * height, present, v[i]);
+}
+
+}  // namespace
+}  // namespace jaxkv

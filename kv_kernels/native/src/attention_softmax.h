@@ -1,0 +1,167 @@
+// What attention with numbers of any width has in common: the online softmax, and the pages of a block of keys.
+#pragma once
+
+#include <cstdint>
+
+#include "elementwise.h"
+#include "kernels.h"
+
+namespace jaxkv {
+
+static constexpr float kMinusInfinity = -__builtin_inff();
+
+// The online softmax of some rows (Milakov and Gimelshein, 2018): per row the highest score, the sum of the weights
+// relative to it, and the weighted sum of the values [stride].
+template <class S>
+struct SoftmaxSums {
+  int64_t rows, stride;
+  float *best, *total, *acc;
+
+  // Room for whole vectors of rows.
+  static int64_t size(int64_t rows, int64_t stride) { return 2 * ((rows + 15) / 16 * 16) + rows * stride; }
+  SoftmaxSums(int64_t rows_, int64_t stride_, float* memory)
+      : rows(rows_), stride(stride_), best(memory), total(best + (rows + 15) / 16 * 16),
+        acc(total + (rows + 15) / 16 * 16) {}
+
+  void clear() const {
+    for (int64_t row = 0; row < (rows + 15) / 16 * 16; ++row) best[row] = kMinusInfinity, total[row] = 0;
+    for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
+  }
+
+  // The sums over these keys and those of `more`.
+  void merge(const SoftmaxSums& more) const {
+    alignas(64) float factors[2][S::kWidth];
+    for (int64_t row = 0; row < rows; ++row) {
+      const float highest = more.best[row] > best[row] ? more.best[row] : best[row];
+      const auto offset = S::broadcast(highest == kMinusInfinity ? 0.0f : highest);
+      const auto mine = exp_nonpositive<S>(S::sub(S::broadcast(best[row]), offset));
+      const auto theirs = exp_nonpositive<S>(S::sub(S::broadcast(more.best[row]), offset));
+      S::store(factors[0], mine);
+      S::store(factors[1], theirs);
+      best[row] = highest;
+      total[row] = total[row] * factors[0][0] + more.total[row] * factors[1][0];
+      for (int64_t d = 0; d < stride; d += S::kWidth) {
+        float* to = acc + row * stride + d;
+        S::store(to, S::fma(S::load(more.acc + row * stride + d), theirs, S::mul(S::load(to), mine)));
+      }
+    }
+  }
+};
+
+// Scratch of one tile's rows: scores of a block of keys and the sums. What else a block needs is taken behind it.
+template <class S>
+struct SoftmaxScratch {
+  int64_t stride;  // head_dim rounded up to the vector's width
+  int64_t rows;
+  float *scores, *shrink, *block_best, *all, *split;
+
+  SoftmaxScratch(const Attention& a, int64_t tokens, float* memory)
+      : stride((a.head_dim + S::kWidth - 1) / S::kWidth * S::kWidth), rows(tokens * (a.heads / a.kv_heads)),
+        memory_(memory), next_(memory) {
+    scores = take(rows * kKeyBlock);
+    shrink = take(rows + S::kWidth);
+    block_best = take(rows + S::kWidth);
+    all = take(SoftmaxSums<S>::size(rows, stride));
+    split = take(SoftmaxSums<S>::size(rows, stride));
+  }
+  SoftmaxSums<S> sums(float* memory) const { return {rows, stride, memory}; }
+  int64_t size() const { return next_ - memory_; }
+
+ protected:
+  float* take(int64_t floats) {
+    float* part = next_;
+    next_ += (floats + 15) / 16 * 16;
+    return part;
+  }
+
+ private:
+  float *memory_, *next_;
+};
+
+// Calls `use(slot, count)` for every page that holds some of the keys [begin, end).
+template <class F>
+static inline void for_pages(const Attention& a, const QueryTile& tile, int64_t begin, int64_t end, F use) {
+  for (int64_t first = begin; first < end;) {
+    const int64_t page = tile.pages[first / a.tokens_per_page] + a.first_page, offset = first % a.tokens_per_page;
+    const int64_t slot = page * a.tokens_per_page + offset, left = a.tokens_per_page - offset;
+    const int64_t count = left < end - first ? left : end - first;
+    use(slot, count);
+    first += count;
+  }
+}
+
+// Asks for what will be read of keys [begin, end): the processor does not guess the pages.
+static inline void prefetch_keys(const Attention& a, const QueryTile& tile, const HeadRange& heads, int64_t begin,
+                                 int64_t end) {
+  const int64_t head_bytes = a.head_dim * element_size(a.pool_type), bytes = heads.count * head_bytes;
+  for_pages(a, tile, begin, end, [&](int64_t slot, int64_t count) {
+    for (int64_t i = slot; i < slot + count; ++i) {
+      const int64_t at = (i * a.kv_heads + heads.first) * head_bytes;
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
+        __builtin_prefetch(static_cast<const char*>(a.k) + at + byte, 0, 2);
+        __builtin_prefetch(static_cast<const char*>(a.v) + at + byte, 0, 2);
+      }
+    }
+  });
+}
+
+// Keys of a block, [low, high), that one row sees.
+struct Visible {
+  int64_t low, high;
+};
+
+// Scores [rows][padded] to weights relative to the rows' new best; keys that a row does not see get 0. Updates best and
+// total, and gives in `shrink` what the sums so far are worth relative to the new best.
+template <class S, class F>
+static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, const SoftmaxSums<S>& sums,
+                                int64_t padded, F visible_to) {
+  using V = typename S::V;
+  for (int64_t row = 0; row < s.rows; ++row) {
+    float* scores = s.scores + row * kKeyBlock;
+    if (a.soft_cap > 0) {
+      for (int64_t i = 0; i < padded; i += S::kWidth) S::store(scores + i, capped<S>(S::load(scores + i), a.soft_cap));
+    }
+    const Visible visible = visible_to(row);
+    for (int64_t i = 0; i < visible.low && i < padded; ++i) scores[i] = kMinusInfinity;
+    for (int64_t i = visible.high < 0 ? 0 : visible.high; i < padded; ++i) scores[i] = kMinusInfinity;
+    V highest = S::load(scores);
+    for (int64_t i = S::kWidth; i < padded; i += S::kWidth) highest = S::max(highest, S::load(scores + i));
+    const float block_best = S::highest(highest);
+    s.block_best[row] = block_best > sums.best[row] ? block_best : sums.best[row];
+  }
+  for (int64_t row = 0; row < s.rows; row += S::kWidth) {
+    alignas(64) float offsets[S::kWidth];
+    for (int64_t i = 0; i < S::kWidth; ++i) {
+      const float best = row + i < s.rows ? s.block_best[row + i] : 0.0f;
+      offsets[i] = best == kMinusInfinity ? 0.0f : best;
+    }
+    S::store(s.shrink + row, exp_nonpositive<S>(S::sub(S::load(sums.best + row), S::load(offsets))));
+  }
+  for (int64_t row = 0; row < s.rows; ++row) {
+    float* scores = s.scores + row * kKeyBlock;
+    const float best = s.block_best[row];
+    const V offset = S::broadcast(best == kMinusInfinity ? 0.0f : best);
+    V sum = S::zero();
+    for (int64_t i = 0; i < padded; i += S::kWidth) {
+      const V weight = exp_nonpositive<S>(S::sub(S::load(scores + i), offset));
+      S::store(scores + i, weight);
+      sum = S::add(sum, weight);
+    }
+    sums.total[row] = sums.total[row] * s.shrink[row] + S::sum(sum);
+    sums.best[row] = best;
+  }
+}
+
+// One query, turned and scaled, as float32 [stride].
+template <class S>
+static inline void load_query(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t row, int64_t stride,
+                              float* query) {
+  const int64_t group = a.heads / a.kv_heads;
+  const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
+  widen_padded<S>(a.q_type, a.q, (token * a.heads + head) * a.head_dim, a.head_dim, query);
+  if (a.cos != nullptr) rotate<S>(a.cos + token * a.rotated, a.sin + token * a.rotated, a.rotated, query);
+  for (int64_t d = 0; d < stride; d += S::kWidth)
+    S::store(query + d, S::mul(S::load(query + d), S::broadcast(a.scale)));
+}
+
+}  // namespace jaxkv

@@ -1,0 +1,181 @@
+"""Products and attention of bfloat16 activations: rounded operands on the AMX level, exact ones below it.
+
+What holds at every level is that a token's bits do not depend on its company. The AMX level multiplies values rounded
+to bfloat16 and sums in float32, which a float64 model with the same roundings shows to float32's errors.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, random_weight, running
+from paged_case import PagedCase, dense_answer, make_case, plan_shape
+
+from kv_kernels.native import NativeProvider
+from kv_kernels.provider import PoolPair, Scoring
+from kv_kernels.weights import dequantize, take_layer
+
+NATIVE = NativeProvider()
+KINDS = (*DENSE_KINDS, *QUANT_KINDS)
+values_of = jax.jit(lambda weight: dequantize(weight, jnp.float32))
+
+
+def rounded(values: np.ndarray | jax.Array) -> np.ndarray:
+    return np.asarray(jnp.asarray(values, jnp.bfloat16).astype(jnp.float32), np.float64)
+
+
+def activations(seed: int, tokens: int, features: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((tokens, features)), jnp.bfloat16)
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    level=st.sampled_from(AVAILABLE_LEVELS),
+    tokens=st.one_of(st.integers(0, 40), st.integers(250, 270)),
+    out_features=st.integers(1, 150),
+    in_features=st.one_of(st.integers(1, 200), st.integers(600, 1400)),
+    seed=st.integers(0, 99),
+)
+def test_the_sum_of_products_has_the_errors_of_float32(kind, level, tokens, out_features, in_features, seed):
+    weight = random_weight(seed, kind, 2, out_features=out_features, in_features=in_features)
+    x = activations(seed, tokens, weight.in_features)
+    with running(level=level):
+        got = np.asarray(NATIVE.product(x, weight, 1, jnp.float32), np.float64)
+    matrix = values_of(take_layer(weight, 1))
+    matrix = rounded(matrix) if level == "amx" else np.asarray(matrix, np.float64)
+    x = np.asarray(x.astype(jnp.float32), np.float64)
+    # bfloat16 of a value that lies between two of them may be either where the value was rounded to float32 before.
+    ties = 2**-24 if level == "amx" and kind not in DENSE_KINDS else 0
+    assert (np.abs(got - x @ matrix.T) <= (5e-7 + ties) * (np.abs(x) @ np.abs(matrix).T)).all()
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level):
+    weight = random_weight(5, kind, 2, out_features=75, in_features=1376)
+    x = activations(6, 300, weight.in_features)
+    with running(level=level, threads=1):
+        whole = np.asarray(NATIVE.product(x, weight, 1, jnp.float32))
+    for threads in (1, 2):
+        with running(level=level, threads=threads):
+            for tokens in (1, 2, 3, 4, 5, 12, 16, 17, 31, 32, 33, 49, 96, 97, 256, 257, 300):
+                first = 7 * tokens % (301 - tokens)
+                some = slice(first, first + tokens)
+                np.testing.assert_array_equal(NATIVE.product(x[some], weight, 1, jnp.float32), whole[some])
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", ["bfloat16", "q8_0", "q4_1", "q6_k"])
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, tokens, number):
+    weight = random_weight(5, kind, out_features=40, in_features=96)
+    x = activations(6, tokens, 96)
+    with running(level=level):
+        clean = np.asarray(NATIVE.product(x, weight, None, jnp.float32))
+        got = np.asarray(NATIVE.product(x.at[1, 50].set(number), weight, None, jnp.float32))
+    others = np.arange(tokens) != 1
+    np.testing.assert_array_equal(got[others], clean[others])
+    assert not np.isfinite(got[1]).any()
+
+
+def attend(case: PagedCase, *, window=None, soft_cap=None) -> np.ndarray:
+    shape = plan_shape(case)
+    q = np.zeros((shape.tokens, *case.q.shape[1:]), np.float32)
+    q[: len(case.q)] = case.q
+    out = NATIVE.paged_attention(
+        jnp.asarray(q, jnp.bfloat16),
+        case.pools,
+        jax.tree.map(jnp.asarray, NATIVE.plan(case.table, shape)),
+        first_page=case.layer * case.num_pages,
+        scoring=Scoring(np.float32(0.25), window, soft_cap),
+    )
+    return np.asarray(out.astype(jnp.float32))[: len(case.q)]
+
+
+@st.composite
+def ragged_lengths(draw):
+    kv_len = draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
+    return kv_len, [draw(st.one_of(st.just(1), st.integers(1, total))) for total in kv_len]
+
+
+@settings(max_examples=50)
+@given(
+    lengths=ragged_lengths(),
+    seed=st.integers(0, 99),
+    tokens_per_page=st.sampled_from([1, 3, 16, 128]),
+    kv_heads=st.sampled_from([1, 3]),
+    group=st.sampled_from([1, 3, 5, 16]),
+    head_dim=st.sampled_from([24, 32, 64, 96, 256]),
+    window=st.sampled_from([None, 1, 7, 64, 130]),
+    soft_cap=st.sampled_from([None, 5.0]),
+)
+def test_every_ragged_mixture_equals_dense_attention_to_bfloat16(
+    lengths, seed, tokens_per_page, kv_heads, group, head_dim, window, soft_cap
+):
+    case = make_case(
+        seed,
+        kv_len=lengths[0],
+        query_len=lengths[1],
+        tokens_per_page=tokens_per_page,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
+    )
+    expected = dense_answer(case, scale=0.25, window=window, soft_cap=soft_cap)
+    # A weight's rounding is at most 2^-9 of it, the result's 2^-9 of the result, and no value is larger than this.
+    largest = max(np.abs(rows).max() for rows in case.v_rows)
+    np.testing.assert_allclose(attend(case, window=window, soft_cap=soft_cap), expected, atol=2**-8 * largest)
+
+
+def test_what_no_row_holds_cannot_reach_the_output_even_as_nan():
+    lengths = {"kv_len": [1, 15, 16, 17, 133], "query_len": [1, 2, 16, 1, 4], "head_dim": 64, "dtype": "bfloat16"}
+    quiet, loud = make_case(3, **lengths, fill=0.0), make_case(3, **lengths, fill=np.nan)
+    np.testing.assert_array_equal(attend(quiet), attend(loud))
+
+
+def alone(case: PagedCase, row: int, queries: slice) -> PagedCase:
+    """One row's K/V up to its query `queries.stop`, with the queries of the slice only."""
+    start, end = (int(entry) for entry in case.table.query_start[row : row + 2])
+    k, v = case.k_rows[row], case.v_rows[row]
+    kv_len = len(k) - (end - start - queries.stop)
+    sizes = {"heads": case.q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[2], "dtype": "bfloat16"}
+    single = make_case(6, kv_len=[kv_len], query_len=[queries.stop - queries.start], **sizes)
+    k_pool, v_pool = (np.array(pool.astype(jnp.float32)) for pool in single.pools)
+    for position in range(kv_len):
+        where = single.layer * single.num_pages + single.table.page_ids[position // 16], position % 16
+        k_pool[where], v_pool[where] = k[position], v[position]
+    pools = PoolPair(jnp.asarray(k_pool, jnp.bfloat16), jnp.asarray(v_pool, jnp.bfloat16))
+    return single._replace(q=case.q[start + queries.start : start + queries.stop], pools=pools)
+
+
+@pytest.mark.parametrize(("window", "head_dim"), [(None, 64), (33, 64), (None, 40)])
+def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_count(window, head_dim):
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "dtype": "bfloat16"}
+    together = make_case(5, kv_len=[70, 200, 150], query_len=[70, 1, 100], **sizes)
+    with running(threads=1):
+        whole = attend(together, window=window)
+    starts = together.table.query_start
+    for threads in (1, 2):
+        with running(threads=threads):
+            np.testing.assert_array_equal(attend(together, window=window), whole)
+            for row, cuts in enumerate(([0, 1, 2, 19, 70], [0, 1], [0, 37, 99, 100])):
+                for first, last in itertools.pairwise(cuts):
+                    got = attend(alone(together, row, slice(first, last)), window=window)
+                    np.testing.assert_array_equal(got, whole[starts[row] + first : starts[row] + last])
+
+
+def test_a_decode_has_the_same_bits_among_many_whose_heads_are_taken_together():
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    lengths = [5, 700, 64, 65, 130, 1100, 1, 90, 200, 33]
+    together = make_case(7, kv_len=lengths, query_len=[1] * len(lengths), **sizes)
+    with running(threads=1):  # heads are taken apart where threads would be without work
+        whole = attend(together)
+    for row in range(len(lengths)):
+        np.testing.assert_array_equal(attend(alone(together, row, slice(0, 1))), whole[row : row + 1])
