@@ -141,7 +141,9 @@ class Embedder:
     def _zeros(self) -> jax.Array:
         """A sum for every row of the engine."""
         zeros = np.zeros((self._runtime.buckets.max_rows, self._spec.hidden_size), np.float32)
-        return jax.device_put(zeros, jnp.asarray(self._runtime.state.sampler.history).sharding)
+        history = jnp.asarray(self._runtime.state.sampler.history)
+        # Bound to a device, it would bind the state to it, for which every program would have to be compiled again.
+        return jax.device_put(zeros, history.sharding if history.committed else None)
 
     def _unfinished(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         running = self._runtime.scheduler.running

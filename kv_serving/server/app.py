@@ -51,7 +51,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, (ValueError, RecursionError)):  # of whoever parsed the body
         return _response(INVALID_JSON)
-    return _response(ApiError(error.status_code, error.detail))
+    detail = error.detail
+    if error.status_code == 404:
+        detail = f"there is no {request.url.path[:200]}: see /openapi.json for what there is"
+    elif error.status_code == 405:
+        detail = f"{request.url.path[:200]} takes no {request.method}: see /openapi.json for what it takes"
+    return _response(ApiError(error.status_code, detail))
 
 
 def _response(error: ApiError) -> Response:

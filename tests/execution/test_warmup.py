@@ -43,6 +43,20 @@ def test_a_random_trace_after_warm_up_traces_and_compiles_nothing(caplog):
     assert engine.stats().preemptions > 0, "the trace was meant to run out of pages"
 
 
+def test_prompts_that_are_embedded_or_scored_leave_the_rest_as_warm_as_it_was(caplog):
+    engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=16)
+    engine.warmup_paged(constrained=True)
+    asked = [SamplingParams(max_tokens=4, ignore_eos=True, temperature=heat, seed=1) for heat in (0.0, 1.0)]
+    engine.generate([[5, 6, 7]] * 2, asked)
+    engine.embed([[5, 6, 7]])
+    engine.score([5, 6, 7])
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        engine.generate([[5, 6, 7]] * 2, asked)
+        engine.embed([[5, 6, 7]])
+        engine.score([5, 6, 7])
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+
 def test_warm_up_reports_each_shape_before_it_compiles():
     engine = make_engine(golden_model("llama"), max_requests=1, max_step_tokens=16)
     seen = []

@@ -182,7 +182,7 @@ def test_the_model_is_listed(case: Case) -> None:
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
         ("/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs is 21"),
         ("/detokenize", {"tokens": [400]}, 400, "token id 400"),
-        ("/nowhere", {}, 404, "Not Found"),
+        ("/nowhere", {}, 404, "there is no /nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_in_openais_shape(
@@ -214,6 +214,15 @@ def test_a_body_that_is_no_request_is_refused(case: Case, content: bytes, status
     response = case.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == status, response.text
     assert set(response.json()) == {"error"} or status == 200
+
+
+def test_a_path_or_a_method_that_is_not_there_is_told_where_to_look(case: Case) -> None:
+    for method, path, status, message in (
+        ("GET", "/v2/models", 404, "there is no /v2/models: see /openapi.json for what there is"),
+        ("DELETE", "/v1/models", 405, "/v1/models takes no DELETE: see /openapi.json for what it takes"),
+    ):
+        response = case.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["message"]) == (status, message)
 
 
 def test_a_request_keeps_its_id(case: Case) -> None:
