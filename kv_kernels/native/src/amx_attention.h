@@ -145,7 +145,8 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
     for_pages(a, tile, first + unseen, first + count, [&](int64_t slot, int64_t number) {
       for (int64_t i = slot; i < slot + number; ++i, ++key) {
         const int64_t at = (i * a.kv_heads + kv_head) * a.head_dim;
-        std::memcpy(keys + key * a.head_dim, static_cast<const uint16_t*>(a.k) + at, row_bytes);
+        for (int64_t d = 0; d < a.head_dim; d += kDimStep)
+          _mm512_storeu_si512(keys + key * a.head_dim + d, _mm512_loadu_si512(static_cast<const uint16_t*>(a.k) + at + d));
         value_rows[key] = static_cast<const uint16_t*>(a.v) + at;
       }
     });
