@@ -56,6 +56,6 @@ def batch(
             lambda done, of: bar.update(task, completed=done, total=of),
         )
     print(
-        f"{report.requests} requests, {report.already_done} of them answered before; {report.failed} were refused",
+        f"{report.requests} requests, {report.already_done} of them answered before; refused: {report.failed}",
         file=sys.stderr,
     )
