@@ -60,11 +60,11 @@ def test_a_few_bodies_are_no_fault_of_the_server(case: Case, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_no_body_is_a_fault_of_the_server(case: Case, tmp_path: Path) -> None:
-    fuzz(case, tmp_path, "--max-examples=60")
+    fuzz(case, tmp_path, "--max-examples=40")
 
 
 @pytest.mark.slow
 def test_no_body_that_is_answered_is_a_fault_of_the_server(case: Case, tmp_path: Path) -> None:
     before = [answered(case, path) for path in GENERATING]
-    fuzz(case, tmp_path, "--max-examples=60", hooks=True)
+    fuzz(case, tmp_path, "--max-examples=40", hooks=True)
     assert all(answered(case, path) - count > 50 for path, count in zip(GENERATING, before, strict=True))
