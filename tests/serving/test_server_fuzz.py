@@ -21,6 +21,8 @@ FUZZ = (
     "--generation-database=none",
     "--seed=1",
     "--no-color",
+    "--request-timeout=60",
+    "--suppress-health-check=all",
     "--no-shrink",
     "--warnings=off",
 )
@@ -52,17 +54,17 @@ def answered(case: Case, path: str) -> int:
     return int(float(counts[0])) if counts else 0
 
 
-def test_a_few_bodies_of_every_kind_are_no_fault_of_the_server(case: Case, tmp_path: Path) -> None:
-    fuzz(case, tmp_path, "--phases=fuzzing", "--max-examples=3")
+def test_a_few_bodies_are_no_fault_of_the_server(case: Case, tmp_path: Path) -> None:
+    fuzz(case, tmp_path, "--phases=fuzzing", "--max-examples=5", "--include-path-regex=^/v1/(completions|models)")
 
 
 @pytest.mark.slow
 def test_no_body_is_a_fault_of_the_server(case: Case, tmp_path: Path) -> None:
-    fuzz(case, tmp_path, "--max-examples=60")
+    fuzz(case, tmp_path, "--max-examples=40")
 
 
 @pytest.mark.slow
 def test_no_body_that_is_answered_is_a_fault_of_the_server(case: Case, tmp_path: Path) -> None:
     before = [answered(case, path) for path in GENERATING]
-    fuzz(case, tmp_path, "--max-examples=60", hooks=True)
+    fuzz(case, tmp_path, "--max-examples=40", hooks=True)
     assert all(answered(case, path) - count > 50 for path, count in zip(GENERATING, before, strict=True))
