@@ -75,7 +75,7 @@ def wide_model(tmp_path_factory):
 
 def lowered_step(engine: PagedEngine, shape: StepShape, platform: str):
     runtime = engine._runtime
-    traced = runtime._programs.forward.trace(engine.model.params, runtime.state, runtime._inputs.of(None, shape))
+    traced = runtime.programs.forward.trace(engine.model.params, runtime.state, runtime._inputs.of(None, shape))
     return traced.lower(lowering_platforms=(platform,))
 
 

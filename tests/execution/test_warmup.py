@@ -122,7 +122,7 @@ def test_no_shape_is_longer_than_the_pool():
 
 
 def test_constraints_share_the_sampler_of_the_rest():
-    engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=16)
+    engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=8)
     shapes = engine.warmup_paged(constrained=True)
     # One program of the network per shape, and per number of rows the greedy one, the large one and the mask.
     assert engine.stats().traces <= len(shapes) + 3 * len({shape.rows for shape in shapes})
