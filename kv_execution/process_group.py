@@ -92,10 +92,10 @@ class ProcessGroup:
 
     def _why_lost(self, line: socket.socket) -> str | None:
         """Wait for the end of a lifeline, and say what it means; None for a goodbye."""
-        line.settimeout(self._timeout_s / BEATS_PER_TIMEOUT)
         missed = 0
         while missed < BEATS_PER_TIMEOUT:  # beat by beat: a pause of the whole machine, however long, costs one
             try:
+                line.settimeout(self._timeout_s / BEATS_PER_TIMEOUT)
                 received = line.recv(64)
             except TimeoutError:
                 missed += 1

@@ -189,7 +189,7 @@ def filter_cases(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, Any]]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(filter_cases())
 def test_the_filters_keep_what_sorting_keeps(case) -> None:
     logits, parameters = case

@@ -32,7 +32,7 @@ def activations(seed: int, tokens: int, features: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal((tokens, features)), jnp.bfloat16)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),
     level=st.sampled_from(AVAILABLE_LEVELS),
@@ -104,7 +104,7 @@ def ragged_lengths(draw):
     return kv_len, [draw(st.one_of(st.just(1), st.integers(1, total))) for total in kv_len]
 
 
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(
     lengths=ragged_lengths(),
     seed=st.integers(0, 99),

@@ -34,7 +34,7 @@ def ragged_lengths(draw):
     return kv_len, query_len
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     lengths=ragged_lengths(),
     seed=st.integers(0, 99),

@@ -27,6 +27,8 @@ def parrot(monkeypatch: pytest.MonkeyPatch) -> FakeBatcher:
 
 
 def run_child(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    # As in the foreground of a shell, though the tests may run in its background.
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {code}"
     environment = {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "JAX_PLATFORMS": "cpu", "PATH": ""}
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
