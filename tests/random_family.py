@@ -108,6 +108,16 @@ def _draw_windows(draw: st.DrawFn, family: str, config: dict[str, Any]) -> None:
         config["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
 
 
+def _stretches(family: str, config: dict[str, Any]) -> bool:
+    """Whether some layer has the drawn RoPE: sliding layers of Gemma 3 have one of their own, and no other context."""
+    if family != "gemma3_text":
+        return True
+    types = config.get("layer_types")
+    return (
+        config["num_hidden_layers"] >= config["sliding_window_pattern"] if types is None else "full_attention" in types
+    )
+
+
 def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: int) -> None:
     kinds = ["default", "longrope", *(["linear", "dynamic", "llama3", "yarn"] if family != "phi3" else [])]
     kind, theta = draw(st.sampled_from(kinds)), draw(st.sampled_from([100.0, 10000.0]))
@@ -122,7 +132,7 @@ def _draw_rope(draw: st.DrawFn, family: str, config: dict[str, Any], head_dim: i
     if kind == "yarn":
         scaling |= draw(st.sampled_from([{}, {"attention_factor": 1.25}, {"mscale": 0.7, "mscale_all_dim": 1.0}]))
         scaling |= draw(st.sampled_from([{}, {"truncate": False}, {"beta_fast": 4.0, "beta_slow": 0.5}]))
-    if kind == "dynamic":
+    if kind == "dynamic" and _stretches(family, config):
         config["max_position_embeddings"] = draw(st.sampled_from([16, 128]))
     if kind == "longrope":
         pairs = -(-int(head_dim * fraction) // 2)

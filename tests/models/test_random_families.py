@@ -30,12 +30,8 @@ def test_a_random_model_equals_the_plain_implementation(family: str, data: st.Da
     assert_equals_the_plain_implementation(model, tmp_path_factory.mktemp("model"))
 
 
-# An open defect, of the family or of the sweep: not yet looked into.
-GEMMA3 = pytest.param("gemma3_text", marks=pytest.mark.xfail(reason="some random Gemma 3 differs or is refused"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [GEMMA3 if each == "gemma3_text" else each for each in ARCHITECTURES])
+@pytest.mark.parametrize("family", ARCHITECTURES)
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_random_models_equal_the_plain_implementation(family: str, data: st.DataObject, tmp_path_factory) -> None:
