@@ -7,6 +7,7 @@ thrown away, and every pass starts with an empty prefix cache.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,13 @@ DEFAULT_MODEL = Path(__file__).resolve().parent.parent / ".cache" / "models" / "
 DATA = Path(__file__).resolve().parent / "data"
 TOKENS_PER_PAGE = 16
 SLOT_MULTIPLE = 128
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark of a model asks: which one, how many passes, and how to report."""
+    parser.add_argument("model", nargs="?", help="GGUF file or checkpoint directory (default: that of 'make model')")
+    parser.add_argument("--passes", type=int, default=3, help="measured passes, after a discarded one (default 3)")
+    parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead of a table")
 
 
 class BenchmarkError(JaxkvError):

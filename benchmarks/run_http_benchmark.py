@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import open_benchmark_model, progress_console, require_passes
+from arms import add_run_options, open_benchmark_model, progress_console, require_passes
 from latency import percentile
 from measures import Measure, Measures, figures_of, ratios
 from reporting import print_figure
@@ -38,15 +38,13 @@ GROUPS = {"throughput": ["output_throughput"], "latency": ["first_p50", "first_p
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, 1 where the server changed an answer, 2 for a bad request."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", help="GGUF file or checkpoint directory (default: that of 'make model')")
+    add_run_options(parser)
     parser.add_argument("--clients", type=int, default=32, help="streams at once (default 32)")
     parser.add_argument("--requests", type=int, default=64, help="of the trace (default 64)")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each request (default 64)")
     parser.add_argument("--output-tokens", type=int, default=64, help="of each request (default 64)")
     parser.add_argument("--max-step-tokens", type=int, default=256, help="token budget of a step (default 256)")
-    parser.add_argument("--passes", type=int, default=3, help="measured passes, after a discarded one (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default 0)")
-    parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead of a table")
     try:
         return run(parser.parse_args(arguments))
     except JaxkvError as error:

@@ -18,6 +18,7 @@ from typing import Any
 from arms import (
     DATA,
     TOKENS_PER_PAGE,
+    add_run_options,
     alternate,
     budget_for,
     open_benchmark_model,
@@ -62,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, with the small sizes of --tiny where it is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "model", nargs="?", help="GGUF file or checkpoint directory (default: the model of 'make model')"
-    )
+    add_run_options(parser)
     parser.add_argument("--tiny", action="store_true", help="a random two-layer model and a small trace: seconds")
     parser.add_argument("--workload", choices=("synthetic", "file"), default="synthetic")
     parser.add_argument("--file", type=Path, default=DATA / "smollm2_prefix.json", help="requests of --workload file")
@@ -75,9 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-requests", type=int, default=8, help="batch cap: requests at once (default 8)")
     parser.add_argument("--max-step-tokens", type=int, default=256, help="token budget of a step (default 256)")
     parser.add_argument("--kv-tokens", type=int, help="K/V tokens to hold (default: all that the trace ever needs)")
-    parser.add_argument("--passes", type=int, default=3, help="measured passes, after a discarded one (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic trace (default 0)")
-    parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead of a table")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw TTFT, computed tokens and pages over time")
     if parser.parse_args(arguments).tiny:
         parser.set_defaults(**TINY)

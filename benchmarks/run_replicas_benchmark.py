@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from arms import open_benchmark_model, progress_console, require_passes
+from arms import add_run_options, open_benchmark_model, progress_console, require_passes
 from latency import percentile
 from measures import Measure, Measures, figures_of
 from reporting import print_figure
@@ -44,15 +44,13 @@ SUFFIX_TOKENS = 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0, or 2 for a bad request."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", help="GGUF file or checkpoint directory (default: that of 'make model')")
+    add_run_options(parser)
     parser.add_argument("--requests", type=int, default=100, help="of one token, and of a stream (default 100)")
     parser.add_argument("--output-tokens", type=int, default=32, help="of a stream (default 32)")
     parser.add_argument("--prefixes", type=int, default=12, help="that prompts share (default 12)")
     parser.add_argument("--prefix-tokens", type=int, default=128, help="of each (default 128)")
     parser.add_argument("--turns", type=int, default=4, help="prompts with one prefix (default 4)")
     parser.add_argument("--clients", type=int, default=4, help="at once, for those (default 4)")
-    parser.add_argument("--passes", type=int, default=3, help="measured passes, after a discarded one (default 3)")
-    parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead of a table")
     parser.add_argument("--serve", choices=ARMS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -19,6 +19,7 @@ from typing import Any
 
 from arms import (
     DATA,
+    add_run_options,
     alternate,
     budget_for,
     dense_config,
@@ -89,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, with the small sizes of --tiny where it is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "model", nargs="?", help="GGUF file or checkpoint directory (default: the model of 'make model')"
-    )
+    add_run_options(parser)
     parser.add_argument("--tiny", action="store_true", help="a random two-layer model and a small trace: seconds")
     parser.add_argument("--arm", choices=("paged", "dense", "both"), default="both")
     parser.add_argument("--trace", choices=("closed", "poisson", "file"), default="file")
@@ -106,9 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-step-tokens", type=int, default=256, help="token budget of a step (default 256)")
     parser.add_argument("--slo-ttft-s", type=float, default=10.0, help="goodput: time to first token (default 10)")
     parser.add_argument("--slo-itl-s", type=float, default=0.5, help="goodput: mean inter-token latency (default 0.5)")
-    parser.add_argument("--passes", type=int, default=3, help="measured passes, after a discarded one (default 3)")
     parser.add_argument("--seed", type=int, default=0, help="of synthetic traces (default 0)")
-    parser.add_argument("--json", action="store_true", help="JSON lines on stdout instead of a table")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the distributions and the memory over time")
     if parser.parse_args(arguments).tiny:
         parser.set_defaults(**TINY)

@@ -1,8 +1,8 @@
 """The native provider: C++ kernels on a CPU, the default there.
 
-Weights stay in their storage. Activations of float32 stay float32, and of float16 are widened exactly, so results agree
-with the reference to rounding; those of bfloat16 are too, but on the AMX level weights and scores meet them rounded to
-bfloat16. Either way a token's result has the same bits whatever its batch, chunk or number of threads.
+Weights stay in their storage and activations stay float32 (half-width ones are widened exactly), so results agree with
+the reference to rounding. Only on the AMX level are bfloat16 activations multiplied as such, by weights rounded to
+bfloat16. Everywhere a token's result has the same bits whatever its batch, chunk or number of threads.
 """
 
 from collections.abc import Sequence

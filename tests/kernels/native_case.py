@@ -4,10 +4,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import strategies as st
+from paged_case import PagedCase, make_case, plan_shape
 
-from kv_kernels.native import load_library
+from kv_kernels.native import NativeProvider, load_library
+from kv_kernels.provider import PoolPair, Scoring
 from kv_kernels.weights import BLOCK_SIZE, FORMS, BlockQuantWeight, DenseWeight, Weight
 
 DENSE_KINDS = ("float32", "bfloat16", "float16")
@@ -65,3 +69,44 @@ def random_weight(seed: int, kind: str, *stack: int, out_features: int, in_featu
         scale_factors=integers(-31 if factors == 2 else 0, 32, factors, np.int8) if factors else None,
         min_factors=integers(0, 32, factors, np.int8) if factors and form.has_mins else None,
     )
+
+
+def attend(
+    case: PagedCase, shape=None, *, scale=0.3, window=None, soft_cap=None, dtype="float32", provider=None
+) -> np.ndarray:
+    """Paged attention of a case, natively unless by another provider: [tokens, heads, head_dim] f32."""
+    shape, provider = shape or plan_shape(case), provider or NativeProvider()
+    q = np.zeros((shape.tokens, *case.q.shape[1:]), np.float32)
+    q[: len(case.q)] = case.q
+    out = provider.paged_attention(
+        jnp.asarray(q, dtype),
+        case.pools,
+        jax.tree.map(jnp.asarray, provider.plan(case.table, shape)),
+        first_page=case.layer * case.num_pages,
+        scoring=Scoring(np.float32(scale), window, soft_cap),
+    )
+    padding = np.asarray(out[len(case.q) :].astype(jnp.float32))
+    assert not padding.any()
+    return np.asarray(out.astype(jnp.float32))[: len(case.q)]
+
+
+def alone(case: PagedCase, row: int, queries: slice) -> PagedCase:
+    """One row's K/V up to its query `queries.stop`, with the queries of the slice only."""
+    start, end = (int(entry) for entry in case.table.query_start[row : row + 2])
+    k, v = case.k_rows[row], case.v_rows[row]
+    kv_len, dtype = len(k) - (end - start - queries.stop), case.pools.k.dtype
+    sizes = {"heads": case.q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[2], "dtype": str(dtype)}
+    single = make_case(6, kv_len=[kv_len], query_len=[queries.stop - queries.start], **sizes)
+    k_pool, v_pool = (np.array(pool.astype(jnp.float32)) for pool in single.pools)
+    for position in range(kv_len):
+        where = single.layer * single.num_pages + single.table.page_ids[position // 16], position % 16
+        k_pool[where], v_pool[where] = k[position], v[position]
+    pools = PoolPair(jnp.asarray(k_pool, dtype), jnp.asarray(v_pool, dtype))
+    return single._replace(q=case.q[start + queries.start : start + queries.stop], pools=pools)
+
+
+@st.composite
+def ragged_lengths(draw):
+    kv_len = draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
+    query_len = [draw(st.one_of(st.just(1), st.integers(1, total))) for total in kv_len]
+    return kv_len, query_len

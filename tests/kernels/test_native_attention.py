@@ -8,39 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_case import AVAILABLE_LEVELS, running
-from paged_case import PagedCase, dense_answer, make_case, plan_shape
+from native_case import AVAILABLE_LEVELS, alone, attend, ragged_lengths, running
+from paged_case import dense_answer, make_case, plan_shape
 
 from kv_kernels.native import NativeProvider
 from kv_kernels.provider import PoolPair, Scoring
 from kv_kernels.reference import ReferenceProvider
 
 NATIVE = NativeProvider()
-
-
-def attend(
-    case: PagedCase, shape=None, *, scale=0.3, window=None, soft_cap=None, dtype="float32", provider=NATIVE
-) -> np.ndarray:
-    shape = shape or plan_shape(case)
-    q = np.zeros((shape.tokens, *case.q.shape[1:]), np.float32)
-    q[: len(case.q)] = case.q
-    out = provider.paged_attention(
-        jnp.asarray(q, dtype),
-        case.pools,
-        jax.tree.map(jnp.asarray, provider.plan(case.table, shape)),
-        first_page=case.layer * case.num_pages,
-        scoring=Scoring(np.float32(scale), window, soft_cap),
-    )
-    padding = np.asarray(out[len(case.q) :].astype(jnp.float32))
-    assert not padding.any()
-    return np.asarray(out.astype(jnp.float32))[: len(case.q)]
-
-
-@st.composite
-def ragged_lengths(draw):
-    kv_len = draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
-    query_len = [draw(st.one_of(st.just(1), st.integers(1, total))) for total in kv_len]
-    return kv_len, query_len
 
 
 @settings(max_examples=60)
@@ -108,21 +83,6 @@ def test_a_nan_that_a_row_does_hold_is_not_hidden(level):
         got = attend(case._replace(pools=PoolPair(case.pools.k.at[page, 2, 0, 0].set(np.nan), case.pools.v)))
     assert np.isnan(got[0, :2]).all()
     assert np.isfinite(got[1]).all()
-
-
-def alone(case: PagedCase, row: int, queries: slice) -> PagedCase:
-    """One row's K/V up to its query `queries.stop`, with the queries of the slice only."""
-    start, end = (int(entry) for entry in case.table.query_start[row : row + 2])
-    k, v = case.k_rows[row], case.v_rows[row]
-    kv_len = len(k) - (end - start - queries.stop)
-    query_len = queries.stop - queries.start
-    single = make_case(6, kv_len=[kv_len], query_len=[query_len], heads=6, kv_heads=2, head_dim=40)
-    k_pool, v_pool = (np.array(pool) for pool in single.pools)
-    for position in range(kv_len):
-        where = single.layer * single.num_pages + single.table.page_ids[position // 16], position % 16
-        k_pool[where], v_pool[where] = k[position], v[position]
-    q = case.q[start + queries.start : start + queries.stop]
-    return single._replace(q=q, pools=PoolPair(jnp.asarray(k_pool), jnp.asarray(v_pool)))
 
 
 @pytest.mark.parametrize("window", [None, 33])

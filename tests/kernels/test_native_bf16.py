@@ -5,6 +5,7 @@ to bfloat16 and sums in float32, which a float64 model with the same roundings s
 """
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, random_weight, running
-from paged_case import PagedCase, dense_answer, make_case, plan_shape
+from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, alone, ragged_lengths, random_weight, running
+from native_case import attend as attend_in
+from paged_case import dense_answer, make_case
 
 from kv_kernels.native import NativeProvider
-from kv_kernels.provider import PoolPair, Scoring
 from kv_kernels.weights import dequantize, take_layer
 
 NATIVE = NativeProvider()
@@ -55,21 +56,6 @@ def test_the_sum_of_products_has_the_errors_of_float32(kind, level, tokens, out_
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level):
-    weight = random_weight(5, kind, 2, out_features=75, in_features=1376)
-    x = activations(6, 300, weight.in_features)
-    with running(level=level, threads=1):
-        whole = np.asarray(NATIVE.product(x, weight, 1, jnp.float32))
-    for threads in (1, 2):
-        with running(level=level, threads=threads):
-            for tokens in (1, 2, 3, 4, 5, 12, 16, 17, 31, 32, 33, 49, 96, 97, 256, 257, 300):
-                first = 7 * tokens % (301 - tokens)
-                some = slice(first, first + tokens)
-                np.testing.assert_array_equal(NATIVE.product(x[some], weight, 1, jnp.float32), whole[some])
-
-
-@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize("kind", ["bfloat16", "q8_0", "q4_1", "q6_k"])
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -84,24 +70,7 @@ def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, token
     assert not np.isfinite(got[1]).any()
 
 
-def attend(case: PagedCase, *, window=None, soft_cap=None) -> np.ndarray:
-    shape = plan_shape(case)
-    q = np.zeros((shape.tokens, *case.q.shape[1:]), np.float32)
-    q[: len(case.q)] = case.q
-    out = NATIVE.paged_attention(
-        jnp.asarray(q, jnp.bfloat16),
-        case.pools,
-        jax.tree.map(jnp.asarray, NATIVE.plan(case.table, shape)),
-        first_page=case.layer * case.num_pages,
-        scoring=Scoring(np.float32(0.25), window, soft_cap),
-    )
-    return np.asarray(out.astype(jnp.float32))[: len(case.q)]
-
-
-@st.composite
-def ragged_lengths(draw):
-    kv_len = draw(st.lists(st.integers(1, 200), min_size=1, max_size=4))
-    return kv_len, [draw(st.one_of(st.just(1), st.integers(1, total))) for total in kv_len]
+attend = partial(attend_in, dtype="bfloat16", scale=0.25)
 
 
 @settings(max_examples=18)
@@ -138,21 +107,6 @@ def test_what_no_row_holds_cannot_reach_the_output_even_as_nan():
     lengths = {"kv_len": [1, 15, 16, 17, 133], "query_len": [1, 2, 16, 1, 4], "head_dim": 64, "dtype": "bfloat16"}
     quiet, loud = make_case(3, **lengths, fill=0.0), make_case(3, **lengths, fill=np.nan)
     np.testing.assert_array_equal(attend(quiet), attend(loud))
-
-
-def alone(case: PagedCase, row: int, queries: slice) -> PagedCase:
-    """One row's K/V up to its query `queries.stop`, with the queries of the slice only."""
-    start, end = (int(entry) for entry in case.table.query_start[row : row + 2])
-    k, v = case.k_rows[row], case.v_rows[row]
-    kv_len = len(k) - (end - start - queries.stop)
-    sizes = {"heads": case.q.shape[1], "kv_heads": k.shape[1], "head_dim": k.shape[2], "dtype": "bfloat16"}
-    single = make_case(6, kv_len=[kv_len], query_len=[queries.stop - queries.start], **sizes)
-    k_pool, v_pool = (np.array(pool.astype(jnp.float32)) for pool in single.pools)
-    for position in range(kv_len):
-        where = single.layer * single.num_pages + single.table.page_ids[position // 16], position % 16
-        k_pool[where], v_pool[where] = k[position], v[position]
-    pools = PoolPair(jnp.asarray(k_pool, jnp.bfloat16), jnp.asarray(v_pool, jnp.bfloat16))
-    return single._replace(q=case.q[start + queries.start : start + queries.stop], pools=pools)
 
 
 @pytest.mark.parametrize(("window", "head_dim"), [(None, 64), (33, 64), (None, 40)])

@@ -84,19 +84,20 @@ def test_half_width_activations_are_rounded_once_at_the_end(kind, level, dtype, 
     assert_close(narrow, exact(x, weight, None), bound)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level):
+def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level, dtype):
     weight = random_weight(5, kind, 2, out_features=75, in_features=1600)
-    x = activations(6, 200, weight.in_features)
+    x = activations(6, 300, weight.in_features, dtype)
     with running(level=level, threads=1):
-        whole = np.asarray(NATIVE.product(x, weight, 1, None))
+        whole = np.asarray(NATIVE.product(x, weight, 1, jnp.float32))
     for threads in (1, 2):
         with running(level=level, threads=threads):
-            for tokens in (*range(1, 34), 96, 97, 200):
-                first = 7 * tokens % (201 - tokens)
+            for tokens in (*range(1, 34), 49, 96, 97, 200, 256, 257, 300):
+                first = 7 * tokens % (301 - tokens)
                 some = slice(first, first + tokens)
-                np.testing.assert_array_equal(NATIVE.product(x[some], weight, 1, None), whole[some])
+                np.testing.assert_array_equal(NATIVE.product(x[some], weight, 1, jnp.float32), whole[some])
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)

@@ -1,9 +1,6 @@
 """Replicas on two Ray nodes: they come with the load, on the node that has room, and go with it."""
 
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,16 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
+from replica_case import ENVIRONMENT, served
 from server_case import wait_for
 from tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "JAX_PLATFORMS": "cpu"}
-START = "from kv_serving.cli import main; main()"
 OPTIONS = (
     "--replicas=1 --max-replicas=2 --target-requests=2 --up-after=1 --down-after=2 --served-name=tiny --drain=2 "
     "--kv-pool-bytes=1MiB --max-requests=2 --max-step-tokens=16 --max-context=128 --no-warm-up --no-compilation-cache"
@@ -49,25 +44,11 @@ def replicas_of(nodes: psutil.Process) -> list[psutil.Process]:
 
 
 def test_replicas_come_and_go_with_the_load(nodes: tuple[str, psutil.Process], tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", START, "serve", str(write_tiny_model(tmp_path / "tiny")), f"--port={port}"]
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *OPTIONS.split()], env=ENVIRONMENT | {"RAY_ADDRESS": nodes[0]}, stdout=output, stderr=output
-        )
     body = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
     seen: dict[str, int] = {}
     enough = threading.Event()
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
-
-        def ready() -> bool:
-            assert process.poll() is None, log.read_text()
-            try:
-                return http.get("/ready").status_code == 200
-            except httpx.TransportError:
-                return False
+    model, address = write_tiny_model(tmp_path / "tiny"), {"RAY_ADDRESS": nodes[0]}
+    with served(model, OPTIONS, tmp_path / "log", environment=address) as (http, _):
 
         def load() -> None:
             while not enough.is_set():
@@ -75,22 +56,16 @@ def test_replicas_come_and_go_with_the_load(nodes: tuple[str, psutil.Process], t
                 assert response.status_code == 200, response.text
                 seen[response.headers["x-replica"]] = seen.get(response.headers["x-replica"], 0) + 1
 
-        try:
-            wait_for(ready, 120)
-            assert len(replicas_of(nodes[1])) == 1
-            with ThreadPoolExecutor(8) as clients:
-                under_load = [clients.submit(load) for _ in range(8)]
-                try:
-                    wait_for(lambda: len(seen) == 2 and min(seen.values()) > 5, 120)
-                    both = replicas_of(nodes[1])
-                finally:
-                    enough.set()
-                for each in under_load:
-                    each.result()
-            assert len({each.ppid() for each in both}) == 2  # on a node each
-            wait_for(lambda: len(replicas_of(nodes[1])) == 1, 120)
-            assert http.post("/v1/completions", json=body).status_code == 200
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-    assert process.returncode == 0
+        assert len(replicas_of(nodes[1])) == 1
+        with ThreadPoolExecutor(8) as clients:
+            under_load = [clients.submit(load) for _ in range(8)]
+            try:
+                wait_for(lambda: len(seen) == 2 and min(seen.values()) > 5, 120)
+                both = replicas_of(nodes[1])
+            finally:
+                enough.set()
+            for each in under_load:
+                each.result()
+        assert len({each.ppid() for each in both}) == 2  # on a node each
+        wait_for(lambda: len(replicas_of(nodes[1])) == 1, 120)
+        assert http.post("/v1/completions", json=body).status_code == 200

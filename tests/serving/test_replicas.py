@@ -1,11 +1,6 @@
 """Two replicas on this machine: prompts go where they are cached, and on when a replica dies."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from replica_case import served
 from server_case import ENGINE, wait_for
 from tiny_model import write_tiny_model
 
@@ -22,8 +18,6 @@ from kv_execution import PagedEngine, SamplingParams
 from models import load_model
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-START = "from kv_serving.cli import main; main()"
 OPTIONS = (
     "--replicas=2 --served-name=tiny --kv-pool-bytes=1MiB --max-requests=4 --max-step-tokens=64 --max-context=128 "
     "--no-warm-up --no-compilation-cache --max-body=8MiB --drain=2 --api-key=sesame --api-key=other"
@@ -37,30 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, psutil.Process]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-c", START, "serve", str(model), f"--port={port}", *OPTIONS.split()]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     log = tmp_path_factory.mktemp("log") / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=output, stderr=output)
-    headers = {"authorization": "Bearer sesame"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False, headers=headers) as http:
-
-        def ready() -> bool:
-            assert process.poll() is None, log.read_text()
-            try:
-                return http.get("/ready").status_code == 200
-            except httpx.TransportError:
-                return False
-
-        try:
-            wait_for(ready, 120)
-            yield http, psutil.Process(process.pid)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-    assert process.returncode == 0
+    with served(model, OPTIONS, log, headers={"authorization": "Bearer sesame"}) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

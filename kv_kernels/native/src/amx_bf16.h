@@ -16,26 +16,24 @@ struct Sums {
   alignas(64) float tiles[2][2][kTileRows * kTileOutputs];  // [token tile][output tile][output][token]
 };
 
-template <int kTokenTiles, int kOutputTiles>
+// Both tiles of tokens always: one that is not there costs nothing beside the products.
+template <int kOutputTiles>
 inline void begin_sums() {
   tile_zero<kSumTile>();
-  if constexpr (kOutputTiles > 1) tile_zero<kSumTile + 1>();
-  if constexpr (kTokenTiles > 1) tile_zero<kSumTile + 2>();
-  if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_zero<kSumTile + 3>();
+  tile_zero<kSumTile + 2>();
+  if constexpr (kOutputTiles > 1) tile_zero<kSumTile + 1>(), tile_zero<kSumTile + 3>();
 }
-template <int kTokenTiles, int kOutputTiles>
+template <int kOutputTiles>
 inline void load_sums(const Sums& sums) {
   tile_load<kSumTile>(sums.tiles[0][0]);
-  if constexpr (kOutputTiles > 1) tile_load<kSumTile + 1>(sums.tiles[0][1]);
-  if constexpr (kTokenTiles > 1) tile_load<kSumTile + 2>(sums.tiles[1][0]);
-  if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_load<kSumTile + 3>(sums.tiles[1][1]);
+  tile_load<kSumTile + 2>(sums.tiles[1][0]);
+  if constexpr (kOutputTiles > 1) tile_load<kSumTile + 1>(sums.tiles[0][1]), tile_load<kSumTile + 3>(sums.tiles[1][1]);
 }
-template <int kTokenTiles, int kOutputTiles>
+template <int kOutputTiles>
 inline void store_sums(Sums* sums) {
   tile_store<kSumTile>(sums->tiles[0][0]);
-  if constexpr (kOutputTiles > 1) tile_store<kSumTile + 1>(sums->tiles[0][1]);
-  if constexpr (kTokenTiles > 1) tile_store<kSumTile + 2>(sums->tiles[1][0]);
-  if constexpr (kTokenTiles > 1 && kOutputTiles > 1) tile_store<kSumTile + 3>(sums->tiles[1][1]);
+  tile_store<kSumTile + 2>(sums->tiles[1][0]);
+  if constexpr (kOutputTiles > 1) tile_store<kSumTile + 1>(sums->tiles[0][1]), tile_store<kSumTile + 3>(sums->tiles[1][1]);
 }
 
 struct Strided {
@@ -101,7 +99,7 @@ class NarrowProduct {
  private:
   // All sums stay in the registers, and weights are multiplied while the next are unpacked.
   void multiply_few(Sums* sums) {
-    begin_sums<2, kOutputTiles>();
+    begin_sums<kOutputTiles>();
     const auto multiply = [&](int64_t first, int64_t steps, const Strided* weights) {
       if (tokens_.tiles == 2) {
         multiply_steps<2, kOutputTiles>(weights, x_at(0, first), x_tile_, x_row_, steps);
@@ -120,7 +118,7 @@ class NarrowProduct {
       const int64_t last = (tokens_.steps - 1) / 2 * 2;
       multiply(last, tokens_.steps - last, unpacked(waiting).tiles);
     }
-    store_sums<2, kOutputTiles>(sums);
+    store_sums<kOutputTiles>(sums);
   }
 
   // Some steps of all tokens at a time, whose weights stay in the first-level cache.
@@ -133,16 +131,16 @@ class NarrowProduct {
       const Weights weights = lies_in_tiles() ? stored(first) : unpacked(0);
       for (int64_t tile = 0; tile < tokens_.tiles; tile += 2) {
         if (first == 0) {
-          begin_sums<2, kOutputTiles>();
+          begin_sums<kOutputTiles>();
         } else {
-          load_sums<2, kOutputTiles>(sums[tile / 2]);
+          load_sums<kOutputTiles>(sums[tile / 2]);
         }
         if (tile + 1 < tokens_.tiles) {
           multiply_steps<2, kOutputTiles>(weights.tiles, x_at(tile, first), x_tile_, x_row_, steps);
         } else {
           multiply_steps<1, kOutputTiles>(weights.tiles, x_at(tile, first), x_tile_, x_row_, steps);
         }
-        store_sums<2, kOutputTiles>(&sums[tile / 2]);
+        store_sums<kOutputTiles>(&sums[tile / 2]);
       }
     }
   }
