@@ -83,9 +83,8 @@ bool prepare_pages(Checker& check, ffi::ThreadPool& pool, const ffi::AnyBuffer& 
       !check.shape("copy_sources", copy_sources, {copy_targets.dimensions()[0]}) ||
       !check.dtype("copy_sources", copy_sources, ffi::DataType::S32) ||
       !check.require(first_page >= 0 && num_pages >= 0 && first_page + num_pages <= k_pool.dimensions()[0],
-                     "the layer's pages " + std::to_string(first_page) + " to " +
-                         std::to_string(first_page + num_pages) + " are not in pools of " +
-                         std::to_string(k_pool.dimensions()[0]))) {
+                     "the layer's pages ", first_page, " to ", first_page + num_pages, " are not in pools of ",
+                     k_pool.dimensions()[0])) {
     return false;
   }
   const auto* cleared = static_cast<const int32_t*>(scrub.untyped_data());
@@ -136,10 +135,8 @@ bool append_tokens(Checker& check, ffi::ThreadPool& pool, const ffi::AnyBuffer& 
   if (!check.shape("k_new", k, {kAny, sizes[2], sizes[3]}) || !check.floating("k_new", k, &fresh_type) ||
       !check.shape("v_new", v, {k.dimensions()[0], sizes[2], sizes[3]}) || !check.dtype("v_new", v, k.element_type()) ||
       !check.shape("slots", slots, {k.dimensions()[0]}) || !check.dtype("slots", slots, ffi::DataType::S32) ||
-      !check.require(a.first_page >= 0 && a.first_page + num_pages <= sizes[0],
-                     "the layer's pages " + std::to_string(a.first_page) + " to " +
-                         std::to_string(a.first_page + num_pages) + " are not in pools of " +
-                         std::to_string(sizes[0])) ||
+      !check.require(a.first_page >= 0 && a.first_page + num_pages <= sizes[0], "the layer's pages ", a.first_page,
+                     " to ", a.first_page + num_pages, " are not in pools of ", sizes[0]) ||
       !check.require(
           k_pool.untyped_data() == k_out.untyped_data() && v_pool.untyped_data() == v_out.untyped_data(),
           "a pool is not the same buffer as its result: alias the operands k_pool and v_pool to the results")) {

@@ -28,16 +28,13 @@ std::vector<QueryTile> query_tiles(Checker& check, const Attention& a, const ffi
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t first = start[row], queries = start[row + 1] - first;
     if (queries == 0) continue;
-    const std::string name = "row " + std::to_string(row);
     const int64_t used = (length[row] + a.tokens_per_page - 1) / a.tokens_per_page;
-    if (!check.require(first >= 0 && queries > 0 && first + queries <= tokens,
-                       name + " has queries " + std::to_string(first) + " to " + std::to_string(first + queries) +
-                           " of " + std::to_string(tokens)) ||
-        !check.require(length[row] >= queries, name + " has kv_len " + std::to_string(length[row]) + " for " +
-                                                   std::to_string(queries) + " queries") ||
-        !check.require(first_entry[row] >= 0 && first_entry[row] + used <= entries,
-                       name + " needs page entries " + std::to_string(first_entry[row]) + " to " +
-                           std::to_string(first_entry[row] + used) + " of " + std::to_string(entries))) {
+    if (!check.require(first >= 0 && queries > 0 && first + queries <= tokens, "row ", row, " has queries ", first,
+                       " to ", first + queries, " of ", tokens) ||
+        !check.require(length[row] >= queries, "row ", row, " has kv_len ", length[row], " for ", queries,
+                       " queries") ||
+        !check.require(first_entry[row] >= 0 && first_entry[row] + used <= entries, "row ", row, " needs page entries ",
+                       first_entry[row], " to ", first_entry[row] + used, " of ", entries)) {
       return {};
     }
     for (int64_t entry = first_entry[row]; entry < first_entry[row] + used; ++entry) {
@@ -141,13 +138,11 @@ ffi::Error attend_rows(Checker& check, ffi::ThreadPool& pool, Attention a, const
       !check.dtype("query_start", plan.query_start, ffi::DataType::S32) ||
       !check.shape("page_start", plan.page_start, {plan.kv_len.dimensions()[0]}) ||
       !check.dtype("page_start", plan.page_start, ffi::DataType::S32) ||
-      !check.shape("page_ids", plan.page_ids, {kAny}) ||
-      !check.dtype("page_ids", plan.page_ids, ffi::DataType::S32) ||
+      !check.shape("page_ids", plan.page_ids, {kAny}) || !check.dtype("page_ids", plan.page_ids, ffi::DataType::S32) ||
       !check.shape("result", out, {tokens, q.dimensions()[1], q.dimensions()[2]}) ||
       !check.dtype("result", out, q.element_type()) ||
       !check.require(sizes[1] > 0 && sizes[2] > 0 && sizes[3] > 0 && q.dimensions()[1] % sizes[2] == 0,
-                     std::to_string(q.dimensions()[1]) + " heads are not a multiple of the heads of pools " +
-                         shape_text(k))) {
+                     q.dimensions()[1], " heads are not a multiple of the heads of pools ", k)) {
     return check.error();
   }
   a.q = q.untyped_data();
@@ -162,9 +157,8 @@ ffi::Error attend_rows(Checker& check, ffi::ThreadPool& pool, Attention a, const
       query_tiles(check, a, plan.query_start, plan.kv_len, plan.page_start, plan.page_ids, tokens, sizes[0]);
   const auto* starts = static_cast<const int32_t*>(plan.query_start.untyped_data());
   const int64_t rows = plan.kv_len.dimensions()[0];
-  if (check.failed() || !check.require(starts[rows] >= 0 && starts[rows] <= tokens,
-                                       "query_start ends at " + std::to_string(starts[rows]) + " of " +
-                                           std::to_string(tokens) + " tokens")) {
+  if (check.failed() || !check.require(starts[rows] >= 0 && starts[rows] <= tokens, "query_start ends at ",
+                                       starts[rows], " of ", tokens, " tokens")) {
     return check.error();
   }
   clear_tokens_without_row(a, starts, rows, tokens);
@@ -203,13 +197,12 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   Checker check("attend");
   Attention a{};
   if (!check.shape("layer", layer, {}) || !check.dtype("layer", layer, ffi::DataType::S32) ||
-      !check.shape("q", q, {kAny, kAny, kAny}) ||
-      !check.shape("cos", cos, {q.dimensions()[0], kAny}) || !check.dtype("cos", cos, ffi::DataType::F32) ||
+      !check.shape("q", q, {kAny, kAny, kAny}) || !check.shape("cos", cos, {q.dimensions()[0], kAny}) ||
+      !check.dtype("cos", cos, ffi::DataType::F32) ||
       !check.shape("sin", sin, {q.dimensions()[0], cos.dimensions()[1]}) ||
       !check.dtype("sin", sin, ffi::DataType::F32) ||
-      !check.require(2 * cos.dimensions()[1] <= q.dimensions()[2],
-                     std::to_string(cos.dimensions()[1]) + " rotated pairs do not fit a head of " +
-                         std::to_string(q.dimensions()[2]))) {
+      !check.require(2 * cos.dimensions()[1] <= q.dimensions()[2], cos.dimensions()[1],
+                     " rotated pairs do not fit a head of ", q.dimensions()[2])) {
     return check.error();
   }
   a.first_page = *static_cast<const int32_t*>(layer.untyped_data()) * num_pages;

@@ -181,8 +181,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
   ffi::AnyBuffer residual = x;
   if (has_residual) residual = reader.array("residual");
   const bool gated = !activation.empty();
-  if (gated && check.require(activation == "silu" || activation == "gelu_tanh",
-                             "activation " + std::string(activation) + " is not silu or gelu_tanh")) {
+  if (gated && check.require(activation == "silu" || activation == "gelu_tanh", "activation ", activation,
+                             " is not silu or gelu_tanh")) {
     call.activation = activation == "silu" ? Activation::kSilu : Activation::kGeluTanh;
   }
   for (const std::string_view word : words(kinds)) {
@@ -196,19 +196,18 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
   if (check.failed()) return check.error();
   const size_t results = gated ? 1 : call.matrices.size();
   if (!check.require(!call.matrices.empty(), "no weight is given") ||
-      !check.require(!gated || (call.matrices.size() == 2 && call.matrices[0].weight.out_features ==
-                                                                 call.matrices[1].weight.out_features),
+      !check.require(!gated || (call.matrices.size() == 2 &&
+                                call.matrices[0].weight.out_features == call.matrices[1].weight.out_features),
                      "a gated product takes two weights of one size") ||
-      !check.require(outs.size() == results, std::to_string(outs.size()) + " results for " + std::to_string(results)) ||
+      !check.require(outs.size() == results, outs.size(), " results for ", results) ||
       !check.require(!has_residual || results == 1, "a residual goes with one result")) {
     return check.error();
   }
   const WeightView& first = call.matrices[0].weight;
   for (size_t i = 0; i < call.matrices.size(); ++i) {
     Matrix& matrix = call.matrices[i];
-    if (!check.require(matrix.weight.in_features == call.in_features,
-                       "x has shape " + shape_text(x) + ", wanted [any, " + std::to_string(matrix.weight.in_features) +
-                           "]") ||
+    if (!check.require(matrix.weight.in_features == call.in_features, "x has shape ", x, ", wanted [any, ",
+                       matrix.weight.in_features, "]") ||
         !check.require(matrix.weight.kind == first.kind, "weights that share x are of different kinds")) {
       return check.error();
     }

@@ -1,8 +1,10 @@
 #include "operands.h"
 
+#include <algorithm>
+
 namespace jaxkv {
 
-const char* dtype_name(ffi::DataType dtype) {
+std::string text(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::DataType::F32: return "float32";
     case ffi::DataType::F16: return "float16";
@@ -17,41 +19,34 @@ const char* dtype_name(ffi::DataType dtype) {
   }
 }
 
-std::string shape_text(const ffi::AnyBuffer& buffer) {
-  std::string text = "[";
-  for (const int64_t size : buffer.dimensions()) {
-    if (text.size() > 1) text += ", ";
-    text += std::to_string(size);
+namespace {
+
+// Sizes as a shape; kAny is written as any.
+template <class Sizes>
+std::string shape_text(const Sizes& sizes) {
+  std::string shape = "[";
+  for (const int64_t size : sizes) {
+    if (shape.size() > 1) shape += ", ";
+    shape += size == kAny ? "any" : std::to_string(size);
   }
-  return text + "]";
+  return shape + "]";
 }
 
-bool Checker::require(bool condition, const std::string& message) {
-  if (!condition && !failed_) {
-    failed_ = true;
-    message_ = std::string("jaxkv ") + operation_ + ": " + message;
-  }
-  return condition;
-}
+}  // namespace
+
+std::string text(const ffi::AnyBuffer& buffer) { return shape_text(buffer.dimensions()); }
 
 bool Checker::shape(const char* name, const ffi::AnyBuffer& buffer, std::initializer_list<int64_t> sizes) {
   const auto actual = buffer.dimensions();
-  bool same = actual.size() == sizes.size();
-  std::string wanted;
-  size_t axis = 0;
-  for (const int64_t size : sizes) {
-    if (same && size != kAny && actual[axis] != size) same = false;
-    ++axis;
-    wanted += (wanted.empty() ? "" : ", ") + (size == kAny ? std::string("any") : std::to_string(size));
-    if (actual.size() != sizes.size()) same = false;
-  }
-  return require(same, std::string(name) + " has shape " + shape_text(buffer) + ", wanted [" + wanted + "]");
+  const bool same = actual.size() == sizes.size() &&
+                    std::equal(sizes.begin(), sizes.end(), actual.begin(),
+                               [](int64_t wanted, int64_t size) { return wanted == kAny || wanted == size; });
+  return same || require(false, name, " has shape ", buffer, ", wanted ", shape_text(sizes));
 }
 
 bool Checker::dtype(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType wanted) {
   const ffi::DataType actual = buffer.element_type();
-  return require(actual == wanted,
-                 std::string(name) + " is " + dtype_name(actual) + ", wanted " + dtype_name(wanted));
+  return require(actual == wanted, name, " is ", actual, ", wanted ", wanted);
 }
 
 bool Checker::floating(const char* name, const ffi::AnyBuffer& buffer, Element* element) {
@@ -60,14 +55,12 @@ bool Checker::floating(const char* name, const ffi::AnyBuffer& buffer, Element* 
     case ffi::DataType::F16: *element = Element::kF16; return true;
     case ffi::DataType::BF16: *element = Element::kBF16; return true;
     default:
-      return require(false, std::string(name) + " is " + dtype_name(buffer.element_type()) +
-                                ", wanted float32, float16 or bfloat16");
+      return require(false, name, " is ", buffer.element_type(), ", wanted float32, float16 or bfloat16");
   }
 }
 
 bool Checker::index(const char* name, int64_t value, int64_t limit) {
-  return require(value >= 0 && value < limit, std::string(name) + " " + std::to_string(value) + " is outside 0 to " +
-                                                  std::to_string(limit - 1));
+  return require(value >= 0 && value < limit, name, " ", value, " is outside 0 to ", limit - 1);
 }
 
 namespace {
@@ -108,8 +101,7 @@ PartReader::PartReader(Checker& check, const ffi::AnyBuffer& layer, const ffi::R
 
 ffi::AnyBuffer PartReader::array(const char* name) {
   const auto part = next_ < parts_.size() ? parts_.get<ffi::AnyBuffer>(next_) : ffi::Unexpected(ffi::Error::Internal(""));
-  check_.require(part.has_value(), std::string(name) + " is missing, or is not an array: " +
-                                       std::to_string(parts_.size()) + " parts are given");
+  check_.require(part.has_value(), name, " is missing, or is not an array: ", parts_.size(), " parts are given");
   ++next_;
   return part.has_value() ? *part : layer_;
 }
@@ -118,10 +110,10 @@ const float* PartReader::vector(const char* name, int64_t size) {
   const ffi::AnyBuffer part = array(name);
   if (check_.failed()) return nullptr;
   const auto sizes = part.dimensions();
-  if (!check_.require(sizes.size() == 1 || sizes.size() == 2,
-                      std::string(name) + " has shape " + shape_text(part) + ", wanted [size] or [layers, size]") ||
-      !check_.require(sizes[sizes.size() - 1] == size, std::string(name) + " has shape " + shape_text(part) +
-                                                           ", wanted " + std::to_string(size) + " numbers a layer") ||
+  if (!check_.require(sizes.size() == 1 || sizes.size() == 2, name, " has shape ", part,
+                      ", wanted [size] or [layers, size]") ||
+      !check_.require(sizes[sizes.size() - 1] == size, name, " has shape ", part, ", wanted ", size,
+                      " numbers a layer") ||
       !check_.dtype(name, part, ffi::DataType::F32)) {
     return nullptr;
   }
@@ -131,8 +123,7 @@ const float* PartReader::vector(const char* name, int64_t size) {
 }
 
 void PartReader::require_all_read() {
-  check_.require(next_ == parts_.size(), std::to_string(parts_.size()) + " parts are given, " + std::to_string(next_) +
-                                             " are called for");
+  check_.require(next_ == parts_.size(), parts_.size(), " parts are given, ", next_, " are called for");
 }
 
 WeightView PartReader::weight(std::string_view kind) {
@@ -142,8 +133,7 @@ WeightView PartReader::weight(std::string_view kind) {
   const Form* form = nullptr;
   for (const Form& each : kForms)
     if (each.name == kind) form = &each;
-  if (!check_.require(form != nullptr, "weight kind " + std::string(kind) + " is not one that is implemented"))
-    return view;
+  if (!check_.require(form != nullptr, "weight kind ", kind, " is not one that is implemented")) return view;
   const MatrixPart quants = matrix("weight", {form->quants});
   if (check_.failed() || !check_.index("layer", picked_, quants.layers)) return view;
   const bool nibbles = form->quants == ffi::DataType::U8;
@@ -198,29 +188,24 @@ PartReader::MatrixPart PartReader::matrix(const char* name, std::initializer_lis
   if (check_.failed()) return part;
   const auto sizes = buffer.dimensions();
   const size_t last = sizes.size() - 1;
-  if (!check_.require(sizes.size() == 2 || sizes.size() == 3,
-                      std::string(name) + " has shape " + shape_text(buffer) +
-                          ", wanted [out, in] or [layers, out, in]")) {
+  if (!check_.require(sizes.size() == 2 || sizes.size() == 3, name, " has shape ", buffer,
+                      ", wanted [out, in] or [layers, out, in]")) {
     return part;
   }
-  std::string wanted;
-  bool known = false;
-  for (const ffi::DataType each : allowed) {
-    known = known || each == part.dtype;
-    wanted += (wanted.empty() ? "" : " or ") + std::string(dtype_name(each));
+  if (std::find(allowed.begin(), allowed.end(), part.dtype) == allowed.end()) {
+    std::string wanted;
+    for (const ffi::DataType each : allowed) wanted += (wanted.empty() ? "" : " or ") + text(each);
+    check_.require(false, name, " is ", part.dtype, ", wanted ", wanted);
   }
-  check_.require(known, std::string(name) + " is " + dtype_name(part.dtype) + ", wanted " + wanted);
   return {last == 2 ? sizes[0] : 1, sizes[last - 1], sizes[last], part.dtype,
           static_cast<const char*>(buffer.untyped_data())};
 }
 
 void PartReader::require_beside(const char* name, const MatrixPart& part, const WeightView& view, int64_t layers,
-                                bool fits, const std::string& wanted) {
-  check_.require(part.layers == layers && part.rows == view.out_features && fits,
-                 std::string(name) + " has " + std::to_string(part.layers) + " x " + std::to_string(part.rows) + " x " +
-                     std::to_string(part.columns) + " numbers for quants of " + std::to_string(layers) + " x " +
-                     std::to_string(view.out_features) + " x " + std::to_string(view.in_features) + ", wanted " +
-                     wanted + " a row");
+                                bool fits, std::string_view wanted, int64_t number) {
+  check_.require(part.layers == layers && part.rows == view.out_features && fits, name, " has ", part.layers, " x ",
+                 part.rows, " x ", part.columns, " numbers for quants of ", layers, " x ", view.out_features, " x ",
+                 view.in_features, ", wanted ", wanted, number, " a row");
 }
 
 GroupNumbers PartReader::group_numbers(const char* name, const WeightView& view, int64_t layers) {
@@ -229,7 +214,7 @@ GroupNumbers PartReader::group_numbers(const char* name, const WeightView& view,
   if (check_.failed()) return {};
   const int64_t blocks = view.in_features / kQuantBlock;
   const bool fits = view.in_features % kQuantBlock == 0 && part.columns > 0 && blocks % part.columns == 0;
-  require_beside(name, part, view, layers, fits, "a divisor of " + std::to_string(blocks));
+  require_beside(name, part, view, layers, fits, "a divisor of ", blocks);
   if (check_.failed()) return {};
   const bool wide = part.dtype == ffi::DataType::F32;
   return {part.data + picked_ * part.rows * part.columns * (wide ? 4 : 2), wide ? Element::kF32 : Element::kF16,
@@ -241,7 +226,7 @@ const char* PartReader::block_bytes(const char* name, ffi::DataType dtype, const
   if (check_.failed()) return nullptr;
   const MatrixPart part = matrix(name, {dtype});
   if (check_.failed()) return nullptr;
-  require_beside(name, part, view, layers, part.columns == row_bytes, std::to_string(row_bytes));
+  require_beside(name, part, view, layers, part.columns == row_bytes, "", row_bytes);
   return part.data + picked_ * part.rows * part.columns;
 }
 

@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <string>
+#include <string_view>
 
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
@@ -13,6 +14,12 @@ namespace jaxkv {
 namespace ffi = xla::ffi;
 
 constexpr int64_t kAny = -1;
+
+// What a part of a complaint reads like.
+inline std::string text(std::string_view part) { return std::string(part); }
+inline std::string text(int64_t number) { return std::to_string(number); }
+std::string text(const ffi::AnyBuffer& buffer);
+std::string text(ffi::DataType dtype);
 
 // Collects the first complaint of a call.
 class Checker {
@@ -26,7 +33,16 @@ class Checker {
   bool floating(const char* name, const ffi::AnyBuffer& buffer, Element* element);
   // 0 <= value < limit.
   bool index(const char* name, int64_t value, int64_t limit);
-  bool require(bool condition, const std::string& message);
+  // The complaint is put together from `parts` (text, numbers, dtypes, and arrays for their shapes) where it is one.
+  template <class... Parts>
+  bool require(bool condition, const Parts&... parts) {
+    if (!condition && !failed_) {
+      failed_ = true;
+      message_ = std::string("jaxkv ") + operation_ + ": ";
+      (message_.append(text(parts)), ...);
+    }
+    return condition;
+  }
 
   bool failed() const { return failed_; }
   ffi::Error error() const { return ffi::Error::InvalidArgument(message_); }
@@ -37,8 +53,6 @@ class Checker {
   bool failed_ = false;
 };
 
-std::string shape_text(const ffi::AnyBuffer& buffer);
-const char* dtype_name(ffi::DataType dtype);
 
 // The arrays that follow a call's fixed operands, taken one after the other; `layer` (i32 []) picks from those that have
 // an axis of layers in front. After a complaint nothing that it gave may be used.
@@ -68,7 +82,7 @@ class PartReader {
   const char* block_bytes(const char* name, ffi::DataType dtype, const WeightView& view, int64_t layers,
                           int64_t row_bytes);
   void require_beside(const char* name, const MatrixPart& part, const WeightView& view, int64_t layers, bool fits,
-                      const std::string& wanted);
+                      std::string_view wanted, int64_t number);
 
   Checker& check_;
   const ffi::AnyBuffer& layer_;
