@@ -1,6 +1,6 @@
 """The K/V page pools on the device, and the poisoning of freed pages in debug mode.
 
-Two arrays, flat over layers, made under one jit so that they are never built on the host. Whoever calls a function
+Two arrays, flat over layers, made under jit so that they are never built on the host. Whoever calls a function
 that donates them rebinds them in the same statement; nobody keeps a second reference.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
-from kv_kernels.provider import PoolPair
+from kv_kernels.provider import KernelProvider, PoolPair
 from kv_kernels.tensor_parallel import POOL_SPEC, TensorMesh
 
 POISON_BATCH = 64
@@ -25,25 +25,29 @@ class PoolAllocationError(JaxkvError):
     """The device cannot hold the pools."""
 
 
-def allocate_pools(layout: KvStorageLayoutV1, mesh: TensorMesh | None = None) -> PoolPair:
+def allocate_pools(layout: KvStorageLayoutV1, provider: KernelProvider, mesh: TensorMesh | None = None) -> PoolPair:
     """Zeroed pools of `layout.pool_shape_per_shard`; over a mesh, every device makes its own.
 
     Raises PoolAllocationError where a device has no room.
     """
     shape, dtype = layout.pool_shape_per_shard, jnp.dtype(layout.dtype)
-    shards, sharding, here = 1, None, layout.total_pool_bytes
-    if mesh is not None:
-        shards, sharding = mesh.axes.shards, mesh.sharding(POOL_SPEC)
-        here //= mesh.num_processes
-    shape = (*shape[:2], shape[2] * shards, shape[3])
+    here = layout.total_pool_bytes // (1 if mesh is None else mesh.num_processes)
     # A CPU hands out memory that it does not have, and ends the process when it is used.
     if jax.default_backend() == "cpu" and here > (present := _physical_memory_bytes()):
         raise PoolAllocationError(
             f"K/V pools of {here} bytes do not fit this machine's {present} bytes of memory; lower kv_pool_bytes"
         )
+
+    def one() -> jax.Array:
+        return provider.zeros(shape, dtype)
+
+    if mesh is None:
+        make = jax.jit(one)
+    else:
+        by_rank = mesh.manual(one, in_specs=(), out_specs=POOL_SPEC)
+        make = jax.jit(by_rank, out_shardings=mesh.sharding(POOL_SPEC))
     try:
-        make = jax.jit(lambda: PoolPair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), out_shardings=sharding)
-        return jax.block_until_ready(make())
+        return jax.block_until_ready(PoolPair(make(), make()))
     except jax.errors.JaxRuntimeError as error:
         raise PoolAllocationError(
             f"the device has no room for K/V pools of {layout.total_pool_bytes} bytes; lower kv_pool_bytes"

@@ -96,7 +96,7 @@ class PagedRuntime:
         connect(mesh)
         with reporting_cache_faults():
             self.state = DeviceState(
-                pools=allocate_pools(self.layout, mesh),
+                pools=allocate_pools(self.layout, provider, mesh),
                 sampler=empty_sampler_state(
                     buckets.max_rows, buckets.max_context, None if mesh is None else mesh.replicated
                 ),

@@ -67,6 +67,10 @@ class ComposedKernels:
             results = (residual + result,)
         return results
 
+    def zeros(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+        """See KernelProvider."""
+        return jnp.zeros(shape, dtype)
+
     def argmax(self, scores: jax.Array) -> jax.Array:
         """See KernelProvider."""
         return argmax(below_infinity(scores))

@@ -153,6 +153,9 @@ class KernelProvider(Protocol):
     def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+        """A pool of zeros, in the memory that the kernels read best."""
+
     def argmax(self, scores: jax.Array) -> jax.Array:
         """Where the largest of each row of scores [rows, vocab] f32 is -> [rows] i32: the first of equals; nan counts
         as -inf, and infinity as the largest float.

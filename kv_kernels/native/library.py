@@ -18,7 +18,9 @@ LEVELS = ("generic", "avx2", "avx512", "amx")
 
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"
 LIBRARY_VARIABLE = "JAXKV_NATIVE_LIBRARY"
-TARGETS = ("jaxkv_append_kv", "jaxkv_paged_attention", "jaxkv_attend", "jaxkv_linear", "jaxkv_embed", "jaxkv_argmax")
+TARGETS = tuple(
+    f"jaxkv_{name}" for name in ("append_kv", "paged_attention", "attend", "linear", "embed", "argmax", "zeros")
+)
 
 
 class NativeUnavailableError(JaxkvError):

@@ -169,6 +169,10 @@ class NativeProvider:
         )
         return out
 
+    def zeros(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+        out: jax.Array = _call("jaxkv_zeros", jax.ShapeDtypeStruct(shape, dtype))()
+        return out
+
     def argmax(self, scores: jax.Array) -> jax.Array:
         out: jax.Array = _call("jaxkv_argmax", jax.ShapeDtypeStruct(scores.shape[:1], jnp.int32))(scores)
         return out

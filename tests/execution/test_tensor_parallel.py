@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from benchmarks.random_llama import write_random_llama
 from kv_execution import EngineConfig, PagedEngine, SamplingParams, planning, pools
+from kv_kernels.reference import ReferenceProvider
 from kv_kernels.selection import choose_provider
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
 from models import LoadedModel, load_model
@@ -174,7 +175,7 @@ def test_pools_are_made_slice_by_slice_and_never_whole(kv_heads, checkpoint, mon
 
     layout = make_engine(model, **ONE_ROW).describe().layout
     monkeypatch.setattr(pools.jax, "jit", watched)
-    made = pools.allocate_pools(layout, model.tensor_mesh)
+    made = pools.allocate_pools(layout, ReferenceProvider(), model.tensor_mesh)
     (module,) = modules
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", module)}
     assert shapes == {layout.pool_shape_per_shard}

@@ -26,7 +26,7 @@ AVAILABLE_LEVELS = tuple(load_library().levels())
 
 @contextmanager
 def running(*, level: str | None = None, threads: int = 0) -> Iterator[None]:
-    """Native calls that finish inside use this instruction set and so many threads."""
+    """Native calls that are made inside use this instruction set and so many threads."""
     library = load_library()
     before = library.level
     library.set_level(level or before)
@@ -34,6 +34,8 @@ def running(*, level: str | None = None, threads: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
+        # A call may still be on its way, with x packed as one level wants it.
+        jax.block_until_ready(jax.live_arrays())
         library.set_level(before)
         library.set_threads(0)
 

@@ -64,8 +64,8 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
   }
 
   void score(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
-             int64_t padded) const {
-    load(a, tile, kv_head, first, count, padded);
+             int64_t padded, KeysAhead& ahead) const {
+    load(a, tile, kv_head, first, count, padded, ahead);
     const int64_t steps = a.head_dim / kDimStep, query_bytes = kTileRows * height * 4;
     for (int64_t t = 0; t < tiles; ++t) {
       for (int64_t key = 0; key < padded; key += 2 * kTileRows) {
@@ -73,6 +73,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
         tile_zero<kScoreTile>();
         tile_zero<kScoreTile + 1>();
         for (int64_t step = 0; step < steps; ++step) {
+          ahead.ask(3);
           tile_load<kQueryTile>(reinterpret_cast<const char*>(queries) + (t * steps + step) * query_bytes, 4 * height);
           const uint16_t* from = keys + key * a.head_dim + step * kDimStep;
           tile_load<kKeyTile>(from, 2 * a.head_dim);
@@ -85,6 +86,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
         if (two) tile_store<kScoreTile + 1>(turned + kTileRows * 16);
         for (int64_t half = 0; half < (two ? 2 : 1); ++half) {
           __m512i v[16];
+          ahead.ask(3);
           for (int i = 0; i < 16; ++i) v[i] = _mm512_load_si512(turned + (half * kTileRows + i) * 16);
           transpose(v);
           for (int64_t i = 0; i < height && t * height + i < rows; ++i)
@@ -94,7 +96,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
     }
   }
 
-  void weigh(int64_t count, const SoftmaxSums<Avx512Simd>& sums) const {
+  void weigh(int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead& ahead) const {
     const int64_t steps = (count + kDimStep - 1) / kDimStep, dim_tiles = stride / 16;
     const int64_t padded = (count + 15) / 16 * 16;
     for (int64_t t = 0; t < tiles; ++t) {
@@ -112,6 +114,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
         tile_zero<kOutTile>();
         tile_zero<kOutTile + 1>();
         for (int64_t step = 0; step < steps; ++step) {
+          ahead.ask(4);
           tile_load<kShareTile>(shares + step * kTileBytes);
           tile_load<kValueTile>(values + (step * dim_tiles + dim) * kTileBytes);
           tile_multiply<kOutTile, kShareTile, kValueTile>();
@@ -122,6 +125,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
         tile_store_rows<kOutTile + 1>(turned + (dim + 1) * 16, 4 * stride);
       }
       for (int64_t i = 0; i < present; ++i) {
+        ahead.ask(3);
         const __m512 kept = _mm512_set1_ps(shrink[first + i]);
         float* acc = sums.acc + (first + i) * stride;
         for (int64_t d = 0; d < stride; d += 16)
@@ -133,7 +137,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
  private:
   // `count` keys as rows and their values as pairs of rows, zeros after them and for pages that were given back.
   void load(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
-            int64_t padded) const {
+            int64_t padded, KeysAhead& ahead) const {
     const uint16_t* value_rows[kKeyBlock];
     const int64_t oldest = tile.oldest_key(a.window) - first, unseen = oldest < 0 ? 0 : oldest < count ? oldest : count;
     const size_t row_bytes = static_cast<size_t>(a.head_dim) * 2;
@@ -148,6 +152,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
         for (int64_t d = 0; d < a.head_dim; d += kDimStep)
           _mm512_storeu_si512(keys + key * a.head_dim + d, _mm512_loadu_si512(static_cast<const uint16_t*>(a.k) + at + d));
         value_rows[key] = static_cast<const uint16_t*>(a.v) + at;
+        if (key % 2 == 0) ahead.ask(1);
       }
     });
     const int64_t steps = (count + kDimStep - 1) / kDimStep;
@@ -161,6 +166,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
           const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
           _mm512_store_si512(to + pair * 64, _mm512_permutex2var_epi64(low, left, high));
           _mm512_store_si512(to + kTileBytes + pair * 64, _mm512_permutex2var_epi64(low, right, high));
+          if (pair % 2 == 0) ahead.ask(1);
         }
       }
     }
@@ -177,10 +183,13 @@ int64_t narrow_attend_scratch(const Attention& a, int64_t tokens) {
   return is_narrow(a) ? attend_scratch<NarrowBlock>(a, tokens) : avx512_kernels().attend_scratch(a, tokens);
 }
 
-void narrow_attend(const Attention& a, const QueryTile& tile, HeadRange heads, float* scratch) {
-  if (!is_narrow(a)) return avx512_kernels().attend(a, tile, heads, scratch);
-  const TileShape shape = attention_shape(NarrowBlock(a, tile.tokens, scratch).height);
-  attend<NarrowBlock>(a, tile, heads, scratch);
+void narrow_attend(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, float* scratch) {
+  if (!is_narrow(a)) return avx512_kernels().attend(a, tiles, count, heads, scratch);
+  KeysAhead ahead(a, tiles, count, heads);
+  for (int64_t i = 0; i < count; ++i) {
+    const TileShape shape = attention_shape(NarrowBlock(a, tiles[i].tokens, scratch).height);
+    attend_tile<NarrowBlock>(a, tiles[i], heads, ahead, scratch);
+  }
 }
 
 void narrow_attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, float* partials,

@@ -63,9 +63,10 @@ struct Plan {
   ffi::AnyBuffer query_start, kv_len, page_start, page_ids;
 };
 
-// A tile's share of the work: some K/V heads, all of their keys or one split of them.
+// Some tiles' share of the work: some K/V heads, all of their keys or, of one tile, one split of them.
 struct Task {
-  const QueryTile* tile;
+  const QueryTile* tiles;
+  int64_t count;
   HeadRange heads;
   int64_t split;    // -1 for all keys
   int64_t partial;  // where the sums of the first head go, in floats
@@ -82,33 +83,46 @@ void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<Q
   const Kernels& level = kernels();
   const auto is_few = [](const QueryTile& tile) { return tile.tokens <= kSplitTokens; };
   const int64_t few = std::count_if(tiles.begin(), tiles.end(), is_few);
-  // Few tokens wait for keys, which come soonest in the order they lie in; but no thread is to be without work.
-  const bool together = few >= kTasksPerThread * thread_count(pool);
+  const auto splits_of = [&](const QueryTile& tile) {
+    const int64_t first = tile.oldest_key(a.window) / kSplitKeys, last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
+    return is_few(tile) && last - first > 1 ? last - first : 1;
+  };
+  // Few tokens wait for keys, which come soonest in the order they lie in, one tile's after the other's; but no thread is
+  // to be without work.
+  const int64_t run = few / (kTasksPerThread * thread_count(pool));
+  const bool together = run > 0;
   std::vector<Task> tasks;
   std::vector<Merge> merges;
   tasks.reserve(tiles.size() * static_cast<size_t>(a.kv_heads));
   int64_t floats = 0;
-  for (const QueryTile& tile : tiles) {
-    const int64_t first = tile.oldest_key(a.window) / kSplitKeys;
-    const int64_t last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
-    const bool whole = last - first < 2 || !is_few(tile);
-    const int64_t size = whole ? 0 : level.partial_size(a, tile.tokens);
-    if (!whole) merges.push_back({&tile, last - first, floats});
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const QueryTile& tile = tiles[i];
+    const int64_t splits = splits_of(tile), first = tile.oldest_key(a.window) / kSplitKeys;
     const int64_t heads = together && is_few(tile) ? a.kv_heads : 1;
-    for (int64_t split = first; split < (whole ? first + 1 : last); ++split) {
+    const auto is_alone = [&](const QueryTile& each) { return !is_few(each) || splits_of(each) > 1; };
+    if (heads == a.kv_heads && !is_alone(tile)) {
+      int64_t count = 1;
+      while (count < run && i + 1 < tiles.size() && !is_alone(tiles[i + 1])) ++count, ++i;
+      tasks.push_back({&tile, count, {0, heads}, -1, 0});
+      continue;
+    }
+    const int64_t size = splits == 1 ? 0 : level.partial_size(a, tile.tokens);
+    if (splits > 1) merges.push_back({&tile, splits, floats});
+    for (int64_t split = first; split < first + splits; ++split) {
       for (int64_t head = 0; head < a.kv_heads; head += heads, floats += heads * size)
-        tasks.push_back({&tile, {head, heads}, whole ? -1 : split, floats});
+        tasks.push_back({&tile, 1, {head, heads}, splits == 1 ? -1 : split, floats});
     }
   }
   float* partials = thread_scratch(Slot::kInput, floats);
   parallel_for(pool, static_cast<int64_t>(tasks.size()), [&](int64_t index) {
     const Task& task = tasks[static_cast<size_t>(index)];
-    float* scratch =
-        thread_scratch(Slot::kTask, task.heads.count * level.attend_scratch(a, task.tile->tokens));
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < task.count; ++i) tokens = std::max(tokens, task.tiles[i].tokens);
+    float* scratch = thread_scratch(Slot::kTask, task.heads.count * level.attend_scratch(a, tokens));
     if (task.split < 0) {
-      level.attend(a, *task.tile, task.heads, scratch);
+      level.attend(a, task.tiles, task.count, task.heads, scratch);
     } else {
-      level.attend_split(a, *task.tile, task.heads, task.split, partials + task.partial, scratch);
+      level.attend_split(a, *task.tiles, task.heads, task.split, partials + task.partial, scratch);
     }
   });
   for (const Merge& merge : merges) {

@@ -17,7 +17,7 @@ struct WideBlock;
 // as columns, `padded` of them (a multiple of the vector's width), zeros after the last.
 template <class S, Element E>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
-                              int64_t padded, const WideBlock<S>& s) {
+                              int64_t padded, const WideBlock<S>& s, KeysAhead& ahead) {
   float *key = s.keys, *value = s.values;
   const int64_t oldest = tile.oldest_key(a.window) - first, unseen = oldest < 0 ? 0 : oldest < count ? oldest : count;
   for (const float* end = key + unseen * s.stride; key < end;) *key++ = *value++ = 0;
@@ -26,6 +26,7 @@ static inline void load_block(const Attention& a, const QueryTile& tile, int64_t
       const int64_t index = (i * a.kv_heads + kv_head) * a.head_dim;
       widen_padded<S, E>(a.k, index, a.head_dim, key);
       widen_padded<S, E>(a.v, index, a.head_dim, value);
+      ahead.ask(2);
     }
   });
   for (int64_t i = count * s.stride; i < padded * s.stride; ++i) s.keys[i] = 0;
@@ -36,11 +37,11 @@ static inline void load_block(const Attention& a, const QueryTile& tile, int64_t
 
 template <class S>
 static inline void load_block(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
-                              int64_t padded, const WideBlock<S>& s) {
+                              int64_t padded, const WideBlock<S>& s, KeysAhead& ahead) {
   switch (a.pool_type) {
-    case Element::kF32: return load_block<S, Element::kF32>(a, tile, kv_head, first, count, padded, s);
-    case Element::kF16: return load_block<S, Element::kF16>(a, tile, kv_head, first, count, padded, s);
-    case Element::kBF16: return load_block<S, Element::kBF16>(a, tile, kv_head, first, count, padded, s);
+    case Element::kF32: return load_block<S, Element::kF32>(a, tile, kv_head, first, count, padded, s, ahead);
+    case Element::kF16: return load_block<S, Element::kF16>(a, tile, kv_head, first, count, padded, s, ahead);
+    case Element::kBF16: return load_block<S, Element::kBF16>(a, tile, kv_head, first, count, padded, s, ahead);
   }
 }
 
@@ -63,13 +64,13 @@ struct WideBlock : SoftmaxScratch<S> {
   }
   // Scores of all rows with `count` keys from `first` on, and anything up to `padded`; their values are kept.
   void score(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
-             int64_t padded) const {
-    load_block<S>(a, tile, kv_head, first, count, padded, *this);
+             int64_t padded, KeysAhead& ahead) const {
+    load_block<S>(a, tile, kv_head, first, count, padded, *this, ahead);
     combine<S>(this->rows, nullptr, query, this->stride, turned, kKeyBlock, a.head_dim, this->scores, kKeyBlock,
                padded);
   }
   // The sums so far, shrunk, and the values of that block by their weights.
-  void weigh(int64_t count, const SoftmaxSums<S>& sums) const {
+  void weigh(int64_t count, const SoftmaxSums<S>& sums, KeysAhead&) const {
     combine<S>(this->rows, this->shrink, this->scores, kKeyBlock, values, this->stride, count, sums.acc, this->stride,
                this->stride);
   }

@@ -23,8 +23,8 @@ static int64_t attend_scratch(const Attention& a, int64_t tokens) {
 template <class Block>
 class Heads {
  public:
-  Heads(const Attention& a, const QueryTile& tile, HeadRange heads, float* memory)
-      : a_(a), tile_(tile), heads_(heads), memory_(memory), size_(attend_scratch<Block>(a, tile.tokens)) {
+  Heads(const Attention& a, const QueryTile& tile, HeadRange heads, KeysAhead& ahead, float* memory)
+      : a_(a), tile_(tile), heads_(heads), ahead_(ahead), memory_(memory), size_(attend_scratch<Block>(a, tile.tokens)) {
     each([&](int64_t head, const Block& block) { block.begin(a, tile, heads.first + head); });
   }
 
@@ -41,9 +41,8 @@ class Heads {
     each([&](int64_t head, const Block& block) { sums_of(head, block).clear(); });
     for (int64_t first = oldest > begin ? oldest : begin; first < end; first += kKeyBlock) {
       const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
+      ahead_.reading(tile_, first);
       each([&](int64_t head, const Block& block) {
-        // A lone token is done with a block before the next has come; many tokens find it in a cache.
-        if (tile_.tokens == 1) prefetch(first + kKeyBlock, end, head);
         attend_block(first, count, heads_.first + head, block, sums_of(head, block));
       });
     }
@@ -52,28 +51,22 @@ class Heads {
  private:
   using S = typename Block::Simd;
 
-  // A head's share of the keys of a block.
-  void prefetch(int64_t first, int64_t end, int64_t head) const {
-    const int64_t begin = first + kKeyBlock * head / heads_.count;
-    const int64_t stop = first + kKeyBlock * (head + 1) / heads_.count;
-    prefetch_keys(a_, tile_, heads_, begin, stop < end ? stop : end);
-  }
-
   void attend_block(int64_t first, int64_t count, int64_t kv_head, const Block& block,
                     const SoftmaxSums<S>& sums) const {
     const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth, group = a_.heads / a_.kv_heads;
-    block.score(a_, tile_, kv_head, first, count, padded);
-    softmax_rows<S>(a_, block, sums, padded, [&](int64_t row) {
+    block.score(a_, tile_, kv_head, first, count, padded, ahead_);
+    softmax_rows<S>(a_, block, sums, padded, ahead_, [&](int64_t row) {
       const int64_t position = tile_.position + row / group;
       const int64_t seen = (position + 1 < tile_.kv_len ? position + 1 : tile_.kv_len) - first;
       return Visible{a_.window > 0 ? position - a_.window + 1 - first : 0, seen < count ? seen : count};
     });
-    block.weigh(count, sums);
+    block.weigh(count, sums, ahead_);
   }
 
   const Attention& a_;
   const QueryTile& tile_;
   HeadRange heads_;
+  KeysAhead& ahead_;
   float* memory_;
   int64_t size_;
 };
@@ -100,8 +93,8 @@ static int64_t partial_size(const Attention& a, int64_t tokens) {
 }
 
 template <class Block>
-static void attend(const Attention& a, const QueryTile& tile, HeadRange heads, float* memory) {
-  const Heads<Block> all(a, tile, heads, memory);
+static void attend_tile(const Attention& a, const QueryTile& tile, HeadRange heads, KeysAhead& ahead, float* memory) {
+  const Heads<Block> all(a, tile, heads, ahead, memory);
   all.each([](int64_t, const Block& block) { block.sums(block.all).clear(); });
   for (int64_t split = tile.oldest_key(a.window) / kSplitKeys; split * kSplitKeys < tile.end_key(); ++split) {
     all.attend_split(split, [](int64_t, const Block& block) { return block.sums(block.split); });
@@ -113,10 +106,17 @@ static void attend(const Attention& a, const QueryTile& tile, HeadRange heads, f
 }
 
 template <class Block>
+static void attend(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, float* memory) {
+  KeysAhead ahead(a, tiles, count, heads);
+  for (int64_t i = 0; i < count; ++i) attend_tile<Block>(a, tiles[i], heads, ahead, memory);
+}
+
+template <class Block>
 static void attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, float* partials,
                          float* memory) {
   const int64_t size = partial_size<typename Block::Simd>(a, tile.tokens);
-  Heads<Block>(a, tile, heads, memory).attend_split(split, [&](int64_t head, const Block& block) {
+  KeysAhead ahead(a, &tile, 1, heads, (split + 1) * kSplitKeys);
+  Heads<Block>(a, tile, heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
     return block.sums(partials + head * size);
   });
 }

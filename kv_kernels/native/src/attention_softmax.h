@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "elementwise.h"
-#include "kernels.h"
+#include "keys_ahead.h"
 
 namespace jaxkv {
 
@@ -90,21 +90,6 @@ static inline void for_pages(const Attention& a, const QueryTile& tile, int64_t 
   }
 }
 
-// Asks for what will be read of keys [begin, end): the processor does not guess the pages.
-static inline void prefetch_keys(const Attention& a, const QueryTile& tile, const HeadRange& heads, int64_t begin,
-                                 int64_t end) {
-  const int64_t head_bytes = a.head_dim * element_size(a.pool_type), bytes = heads.count * head_bytes;
-  for_pages(a, tile, begin, end, [&](int64_t slot, int64_t count) {
-    for (int64_t i = slot; i < slot + count; ++i) {
-      const int64_t at = (i * a.kv_heads + heads.first) * head_bytes;
-      for (int64_t byte = 0; byte < bytes; byte += 64) {
-        __builtin_prefetch(static_cast<const char*>(a.k) + at + byte, 0, 2);
-        __builtin_prefetch(static_cast<const char*>(a.v) + at + byte, 0, 2);
-      }
-    }
-  });
-}
-
 // Keys of a block, [low, high), that one row sees.
 struct Visible {
   int64_t low, high;
@@ -114,9 +99,10 @@ struct Visible {
 // total, and gives in `shrink` what the sums so far are worth relative to the new best.
 template <class S, class F>
 static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, const SoftmaxSums<S>& sums,
-                                int64_t padded, F visible_to) {
+                                int64_t padded, KeysAhead& ahead, F visible_to) {
   using V = typename S::V;
   for (int64_t row = 0; row < s.rows; ++row) {
+    ahead.ask(3);
     float* scores = s.scores + row * kKeyBlock;
     if (a.soft_cap > 0) {
       for (int64_t i = 0; i < padded; i += S::kWidth) S::store(scores + i, capped<S>(S::load(scores + i), a.soft_cap));
@@ -138,6 +124,7 @@ static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, 
     S::store(s.shrink + row, exp_nonpositive<S>(S::sub(S::load(sums.best + row), S::load(offsets))));
   }
   for (int64_t row = 0; row < s.rows; ++row) {
+    ahead.ask(3);
     float* scores = s.scores + row * kKeyBlock;
     const float best = s.block_best[row];
     const V offset = S::broadcast(best == kMinusInfinity ? 0.0f : best);

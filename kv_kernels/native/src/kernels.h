@@ -115,7 +115,7 @@ struct Kernels {
   void (*rotate)(const float* cos, const float* sin, int64_t count, float* x);
   // gate = activation(gate) * up; both have room for `count` rounded up to 16.
   void (*gate)(Activation activation, const float* up, int64_t count, float* gate);
-  void (*attend)(const Attention&, const QueryTile&, HeadRange, float* scratch);
+  void (*attend)(const Attention&, const QueryTile* tiles, int64_t count, HeadRange, float* scratch);
   // The sums over the keys of split `split` alone go to `partials`, `partial_size` floats a head.
   void (*attend_split)(const Attention&, const QueryTile&, HeadRange, int64_t split, float* partials, float* scratch);
   // What `attend` gives for one head, from the partials of splits first to last, `partial_stride` floats apart.
