@@ -82,35 +82,35 @@ struct Merge {
 void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<QueryTile>& tiles) {
   const Kernels& level = kernels();
   const auto is_few = [](const QueryTile& tile) { return tile.tokens <= kSplitTokens; };
-  const int64_t few = std::count_if(tiles.begin(), tiles.end(), is_few);
-  const auto splits_of = [&](const QueryTile& tile) {
-    const int64_t first = tile.oldest_key(a.window) / kSplitKeys, last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
-    return is_few(tile) && last - first > 1 ? last - first : 1;
-  };
+  const auto keys_of = [&](const QueryTile& tile) { return tile.end_key() - tile.oldest_key(a.window); };
+  int64_t few = 0, keys = 0;
+  for (const QueryTile& tile : tiles)
+    if (is_few(tile)) ++few, keys += keys_of(tile);
   // Few tokens wait for keys, which come soonest in the order they lie in, one tile's after the other's; but no thread is
   // to be without work.
-  const int64_t run = few / (kTasksPerThread * thread_count(pool));
-  const bool together = run > 0;
+  const int64_t wanted = kTasksPerThread * thread_count(pool), share = keys / wanted;
+  const bool together = few >= wanted;
   std::vector<Task> tasks;
   std::vector<Merge> merges;
   tasks.reserve(tiles.size() * static_cast<size_t>(a.kv_heads));
   int64_t floats = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const QueryTile& tile = tiles[i];
-    const int64_t splits = splits_of(tile), first = tile.oldest_key(a.window) / kSplitKeys;
     const int64_t heads = together && is_few(tile) ? a.kv_heads : 1;
-    const auto is_alone = [&](const QueryTile& each) { return !is_few(each) || splits_of(each) > 1; };
-    if (heads == a.kv_heads && !is_alone(tile)) {
-      int64_t count = 1;
-      while (count < run && i + 1 < tiles.size() && !is_alone(tiles[i + 1])) ++count, ++i;
+    if (heads == a.kv_heads && keys_of(tile) <= 2 * share) {
+      int64_t count = 1, taken = keys_of(tile);
+      for (; taken < share && i + 1 < tiles.size() && is_few(tiles[i + 1]); ++count) taken += keys_of(tiles[++i]);
       tasks.push_back({&tile, count, {0, heads}, -1, 0});
       continue;
     }
-    const int64_t size = splits == 1 ? 0 : level.partial_size(a, tile.tokens);
-    if (splits > 1) merges.push_back({&tile, splits, floats});
-    for (int64_t split = first; split < first + splits; ++split) {
+    const int64_t first = tile.oldest_key(a.window) / kSplitKeys;
+    const int64_t last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
+    const bool whole = last - first < 2 || !is_few(tile);
+    const int64_t size = whole ? 0 : level.partial_size(a, tile.tokens);
+    if (!whole) merges.push_back({&tile, last - first, floats});
+    for (int64_t split = first; split < (whole ? first + 1 : last); ++split) {
       for (int64_t head = 0; head < a.kv_heads; head += heads, floats += heads * size)
-        tasks.push_back({&tile, 1, {head, heads}, splits == 1 ? -1 : split, floats});
+        tasks.push_back({&tile, 1, {head, heads}, whole ? -1 : split, floats});
     }
   }
   float* partials = thread_scratch(Slot::kInput, floats);
