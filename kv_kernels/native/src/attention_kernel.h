@@ -80,7 +80,7 @@ static inline void write_results(const Attention& a, const QueryTile& tile, int6
     const float total = sums.total[row] == 0 ? 1.0f : sums.total[row];
     for (int64_t d = 0; d < sums.stride; d += S::kWidth)
       S::store(acc + d, S::div(S::load(acc + d), S::broadcast(total)));
-    const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
+    const int64_t token = tile.token(row / group), head = kv_head * group + row % group;
     narrow<S>(acc, a.head_dim, a.q_type, a.out, (token * a.heads + head) * a.head_dim);
   }
 }
@@ -122,13 +122,15 @@ static void attend_split(const Attention& a, const QueryTile& tile, HeadRange he
 }
 
 template <class S>
-static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, const float* partials,
-                         int64_t splits, int64_t partial_stride, float* memory) {
+static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, const float* sums,
+                         const SplitPlace* first, const SplitPlace* last, float* memory) {
   const SoftmaxScratch<S> s(a, tile.tokens, memory);
   const SoftmaxSums<S> all = s.sums(s.all);
   all.clear();
-  for (int64_t split = 0; split < splits; ++split)
-    all.merge(s.sums(const_cast<float*>(partials) + split * partial_stride));
+  for (const SplitPlace* place = first; place < last; ++place) {
+    float* of_head = const_cast<float*>(sums) + place->sums + kv_head * place->head_floats;
+    all.merge(SoftmaxSums<S>(place->rows, s.stride, of_head).from(place->first_row));
+  }
   write_results<S>(a, tile, kv_head, all);
 }
 

@@ -23,6 +23,13 @@ struct SoftmaxSums {
       : rows(rows_), stride(stride_), best(memory), total(best + (rows + 15) / 16 * 16),
         acc(total + (rows + 15) / 16 * 16) {}
 
+  // Those of the rows from `row` on.
+  SoftmaxSums from(int64_t row) const {
+    SoftmaxSums some = *this;
+    some.rows -= row, some.best += row, some.total += row, some.acc += row * stride;
+    return some;
+  }
+
   void clear() const {
     for (int64_t row = 0; row < (rows + 15) / 16 * 16; ++row) best[row] = kMinusInfinity, total[row] = 0;
     for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
@@ -144,7 +151,7 @@ template <class S>
 static inline void load_query(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t row, int64_t stride,
                               float* query) {
   const int64_t group = a.heads / a.kv_heads;
-  const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
+  const int64_t token = tile.token(row / group), head = kv_head * group + row % group;
   widen_padded<S>(a.q_type, a.q, (token * a.heads + head) * a.head_dim, a.head_dim, query);
   if (a.cos != nullptr) rotate<S>(a.cos + token * a.rotated, a.sin + token * a.rotated, a.rotated, query);
   for (int64_t d = 0; d < stride; d += S::kWidth)
