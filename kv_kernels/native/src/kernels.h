@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace jaxkv {
 
@@ -100,13 +101,17 @@ struct HeadRange {
   int64_t first, count;
 };
 
+// Tokens [first, first + count) of a block: [count][in_features]. They last until the next call.
+using TokenRows = std::function<const float*(int64_t first, int64_t count)>;
+
 // Products of one precision with weights of every kind.
 struct ProductKernels {
   int64_t token_block;  // tokens that are best given in one call, at most kTokenBlock
   // Floats that `pack` fills for a block of tokens that a product with `weight` will read.
   int64_t (*packed_size)(const WeightView& weight, int64_t tokens);
-  // x [tokens][x_stride] into the form that `product` reads; the same for all weights of one kind and in_features.
-  void (*pack)(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed);
+  // A block of tokens into the form that `product` reads; the same for all weights of one kind and in_features. Asks for
+  // few tokens at a time, so that they are packed while they are in a cache.
+  void (*pack)(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed);
   // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. Other
   // numbers of these rows, and of rows up to a multiple of 16, may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
