@@ -60,7 +60,7 @@ template <class S>
 struct SoftmaxScratch {
   int64_t stride;  // head_dim rounded up to the vector's width
   int64_t rows;
-  float *scores, *shrink, *block_best, *all, *split;
+  float *scores, *shrink, *block_best, *block_sum, *all, *split;
 
   SoftmaxScratch(const Attention& a, int64_t tokens, float* memory)
       : stride((a.head_dim + S::kWidth - 1) / S::kWidth * S::kWidth), rows(tokens * (a.heads / a.kv_heads)),
@@ -68,6 +68,7 @@ struct SoftmaxScratch {
     scores = take(rows * kKeyBlock);
     shrink = take(rows + S::kWidth);
     block_best = take(rows + S::kWidth);
+    block_sum = take(rows + S::kWidth);
     all = take(SoftmaxSums<S>::size(rows, stride));
     split = take(SoftmaxSums<S>::size(rows, stride));
   }
@@ -141,9 +142,11 @@ static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, 
       S::store(scores + i, weight);
       sum = S::add(sum, weight);
     }
-    sums.total[row] = sums.total[row] * s.shrink[row] + S::sum(sum);
+    s.block_sum[row] = S::sum(sum);
     sums.best[row] = best;
   }
+  for (int64_t row = 0; row < s.rows; row += S::kWidth)
+    S::store(sums.total + row, S::fma(S::load(sums.total + row), S::load(s.shrink + row), S::load(s.block_sum + row)));
 }
 
 // One query, turned and scaled, as float32 [stride].

@@ -9,7 +9,7 @@
 
 namespace jaxkv {
 
-constexpr int64_t kTileQueries = 96;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
+constexpr int64_t kTileQueries = 192;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
 
 // All keys of some tiles that follow each other, or one split of the keys of one tile.
 struct AttentionTask {
