@@ -132,10 +132,10 @@ class RequestMap:
 
     def is_current(self, rows: ArrayLike, epochs: ArrayLike) -> NDArray[np.bool_]:
         """Whether each (row, epoch) still names an open request: bool, in the shape of the arguments."""
-        at, expected = np.broadcast_arrays(np.asarray(rows), np.asarray(epochs))
+        at = np.asarray(rows)
         inside = (at >= 0) & (at < self.max_requests)
         safe = np.where(inside, at, 0)
-        return inside & self._live[safe] & (self._epoch[safe] == expected)
+        return inside & self._live[safe] & (self._epoch[safe] == np.asarray(epochs))
 
     def pages_of(self, row: int) -> NDArray[np.int32]:
         """The pages of `row` in token order: a read-only view, int32 [page_count[row]]."""

@@ -231,6 +231,8 @@ class Scheduler:
     def _within_budget(self, want: Int64Array) -> Int64Array:
         """Tokens granted [n] of those wanted [n]: single tokens first, then in the order given."""
         single = want == 1
+        if single.all():
+            return want
         left = self._max_step_tokens - int(single.sum())
         chunks = np.where(single, 0, want)
         before = np.cumsum(chunks) - chunks

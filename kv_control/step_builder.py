@@ -24,6 +24,9 @@ from kv_control.request_map import RequestHandle, RequestMap, ragged_ranges
 # million pages, grew and trimmed the heap every time, for a fifth of the step.
 _BLOCK_PAGES = 1 << 15
 
+_NO_PAGES: NDArray[np.int32] = np.zeros(0, np.int32)
+_NO_EPOCHS: NDArray[np.int64] = np.zeros(0, np.int64)
+
 
 class StepInputError(JaxkvError):
     """Rows and lengths that do not describe a step."""
@@ -80,6 +83,8 @@ class StepBuilder:
         """
         at, before, added = self._checked(rows, kv_len, new_tokens)
         counts = self._missing(at, before + added)
+        if not counts.any():
+            return Reservation(_NO_PAGES, counts, _NO_PAGES, _NO_EPOCHS)  # as most steps of a decode
         self.request_map.require_room(at, counts)
         pages = self.allocator.allocate(int(counts.sum()))
         self.request_map.append_pages(at, counts, pages)
@@ -91,6 +96,8 @@ class StepBuilder:
 
         Raises StaleReservationError when one of them was freed after it was reserved.
         """
+        if not reservation.dirty.size:
+            return
         stale = self.allocator.epoch[reservation.dirty] != reservation.dirty_epochs
         if stale.any():
             raise StaleReservationError(

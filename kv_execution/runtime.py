@@ -274,8 +274,8 @@ class PagedRuntime:
     def _count(self, plan: StepPlan, shape: StepShape) -> None:
         counters = self.counters
         counters.steps += 1
-        query_len = np.diff(plan.table.query_start)
-        decodes = int((query_len == 1).sum())
+        starts = plan.table.query_start
+        decodes = int((starts[1:] - starts[:-1] == 1).sum())
         counters.decode_tokens += decodes
         counters.prefill_tokens += plan.table.tokens - decodes
         counters.preemptions += len(plan.preempted)

@@ -25,6 +25,7 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.placement import Index, check_slices, place_slices, whole_index
 from models.stack_reader import StackReader
+from models.weight_memory import WeightMemory
 
 
 class LoadProgress(NamedTuple):
@@ -123,10 +124,11 @@ def assemble(
             quantized = any(checkpoint.quantization(name) is not None for name in tensors[path])
             check_slices(path, shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), quantized)
     total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
+    memory = WeightMemory()
     parameters: dict[str, Any] = {}
     for path, (shape, is_matrix, split) in shapes.items():
         order = rows[path].order if path in rows else None
-        reader = StackReader(checkpoint, tensors[path], shape[: _stack_depth(names[path])], order)
+        reader = StackReader(checkpoint, tensors[path], shape[: _stack_depth(names[path])], order, memory)
         if is_matrix:
             parts = [
                 _place(

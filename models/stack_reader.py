@@ -18,14 +18,12 @@ import numpy as np
 from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, dequantize
 from models.checkpoint import Checkpoint, CheckpointError, Tensor
 from models.placement import Index
+from models.weight_memory import WeightMemory
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_NUMBERS = 1 << 22
 """Numbers of a dense tensor that are read at once."""
-
-_ALIGNMENT = 64
-"""Bytes to which XLA aligns what it computes with on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +36,7 @@ class StackReader:
     names: Sequence[str]
     stack: tuple[int, ...]
     row_order: np.ndarray | None
+    memory: WeightMemory
 
     def by_storage(self) -> list[StackReader]:
         """Readers of the entries of the first axis that are stored in one way, in the order of their first ones."""
@@ -81,7 +80,7 @@ class StackReader:
         names, part = self._names_in(index), index[len(self.stack) :]
         first = self._read(names[0], part)
         assert isinstance(first, BlockQuantWeight)
-        stack = jax.tree.map(lambda part: _empty((len(names), *part.shape), part.dtype), first)
+        stack = jax.tree.map(lambda part: self.memory.empty((len(names), *part.shape), part.dtype), first)
         for number, name in enumerate(names):
             tensor = self._read(name, part) if number else first
             jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
@@ -96,7 +95,7 @@ class StackReader:
 
     def _dense(self, index: Index, dtype: str) -> np.ndarray:
         """Values of the slice `index` of the stack, in `dtype`."""
-        whole = _empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
+        whole = self.memory.empty(tuple(each.stop - each.start for each in index), jnp.dtype(dtype))
         names = self._names_in(index)
         targets = whole.reshape(len(names), *whole.shape[len(self.stack) :])
         for target, name in zip(targets, names, strict=True):
@@ -131,11 +130,3 @@ class StackReader:
         first = int(rows.min())
         tensor = self.checkpoint.read(name, (slice(first, int(rows.max()) + 1), *index[1:]))
         return jax.tree.map(lambda part: part[rows - first], tensor)
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that `jax.device_put` takes over on a CPU, where it would copy one that begins anywhere else."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size].view(dtype).reshape(shape)

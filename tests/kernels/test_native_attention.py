@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_case import AVAILABLE_LEVELS, alone, attend, ragged_lengths, running
-from paged_case import dense_answer, make_case, plan_shape
+from paged_case import build_table, dense_answer, make_case, plan_shape
 
 from kv_kernels.native import NativeProvider
 from kv_kernels.provider import PoolPair, Scoring
@@ -126,6 +126,31 @@ def test_a_long_context_is_shared_out_among_threads_and_keeps_its_bits(level, wi
             for first, last in ((511, 512), (512, 513), (1000, 1004), (1000, 1005), (1199, 1200)):
                 case = alone(whole_row, 0, slice(first, last))
                 np.testing.assert_array_equal(attend(case, window=window), whole[first:last])
+
+
+@pytest.mark.parametrize("tokens_per_page", [16, 48])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+def test_rows_that_share_a_prefix_have_the_bits_that_each_has_alone(level, dtype, tokens_per_page):
+    lengths = [(1100, 1), (1030, 1), (1101, 4), (600, 2), (513, 1), (512, 1), (515, 4), (1300, 5), (1100, 1), (513, 4)]
+    lengths += [(520 + row, 1) for row in range(40)]  # more than a tile takes
+    kv_len, query_len = map(list, zip(*lengths, strict=True))
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": dtype, "tokens_per_page": tokens_per_page, "layers": 1}
+    case = make_case(7, kv_len=kv_len, query_len=query_len, **sizes)
+    starts, entries = case.table.query_start, case.table.page_indptr
+    pages = [case.table.page_ids[first:last].copy() for first, last in itertools.pairwise(entries)]
+    for row, shared_tokens in enumerate([0, 1029, 1024, 512, 511, 512, 512, 1024, 600, 512, *[512] * 20]):
+        shared = shared_tokens // tokens_per_page
+        pages[row][:shared] = pages[0][:shared]
+    together = case._replace(table=build_table(kv_len, query_len, pages, tokens_per_page))
+    for threads in (1, 2):
+        with running(level=level, threads=threads):
+            got = attend(together, dtype=dtype)
+            for row in range(len(lengths)):
+                table = build_table([kv_len[row]], [query_len[row]], [pages[row]], tokens_per_page)
+                mine = slice(starts[row], starts[row + 1])
+                lone = attend(case._replace(table=table, q=case.q[mine]), dtype=dtype)
+                np.testing.assert_array_equal(got[mine], lone)
 
 
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "float16"])

@@ -16,7 +16,8 @@ def test_every_byte_is_zero_where_memory_was_used_before(size, dtype):
     for _ in range(3):  # memory that is given back is handed out again
         jax.block_until_ready(jax.jit(lambda: jax.numpy.full((size,), 7, dtype))())
         made = make()
-        assert made.shape == (size,) and made.dtype == dtype
+        assert made.shape == (size,)
+        assert made.dtype == dtype
         assert not np.asarray(made).any()
 
 

@@ -1,7 +1,8 @@
 // Attention of bfloat16 queries over bfloat16 pools: scores and weighed values on tiles, the softmax in float32.
 //
-// Keys are read as they lie, as rows of the first operand, so that scores come out as [key][row] and are turned. A
-// block's weights are rounded to bfloat16 where they meet the values; their sum is taken before.
+// Keys are read as they lie, as rows of the first operand, so that scores come out as [key][row]. Few rows are turned and
+// go on as rows; this is what is here. Many stay columns: `TallBlock`. A block's weights are rounded to bfloat16 where they
+// meet the values; their sum is taken before.
 #pragma once
 
 #include <cstring>
@@ -96,6 +97,14 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
     }
   }
 
+  template <class F>
+  void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t padded, KeysAhead& ahead,
+              F visible_to) const {
+    softmax_rows<Avx512Simd>(a, *this, sums, padded, ahead, visible_to);
+  }
+  void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
+  void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
+
   void weigh(int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead& ahead) const {
     const int64_t steps = (count + kDimStep - 1) / kDimStep, dim_tiles = stride / 16;
     const int64_t padded = (count + 15) / 16 * 16;
@@ -134,7 +143,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
     }
   }
 
- private:
+ protected:
   // `count` keys as rows and their values as pairs of rows, zeros after them and for pages that were given back.
   void load(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
             int64_t padded, KeysAhead& ahead) const {
@@ -174,29 +183,9 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
 };
 
 // Tiles of `height` query rows: columns of scores and queries, rows of weights and results.
-TileShape attention_shape(int64_t height) {
-  const TileSize scores{16, 4 * height}, whole{16, 64}, queries{16, 4 * height}, by_row{height, 64};
-  return TileShape({scores, scores, whole, queries, by_row, by_row, by_row, whole});
-}
-
-int64_t narrow_attend_scratch(const Attention& a, int64_t tokens) {
-  return is_narrow(a) ? attend_scratch<NarrowBlock>(a, tokens) : avx512_kernels().attend_scratch(a, tokens);
-}
-
-void narrow_attend(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, float* scratch) {
-  if (!is_narrow(a)) return avx512_kernels().attend(a, tiles, count, heads, scratch);
-  KeysAhead ahead(a, tiles, count, heads);
-  for (int64_t i = 0; i < count; ++i) {
-    const TileShape shape = attention_shape(NarrowBlock(a, tiles[i].tokens, scratch).height);
-    attend_tile<NarrowBlock>(a, tiles[i], heads, ahead, scratch);
-  }
-}
-
-void narrow_attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, float* partials,
-                         float* scratch) {
-  if (!is_narrow(a)) return avx512_kernels().attend_split(a, tile, heads, split, partials, scratch);
-  const TileShape shape = attention_shape(NarrowBlock(a, tile.tokens, scratch).height);
-  attend_split<NarrowBlock>(a, tile, heads, split, partials, scratch);
+TileShape narrow_shape(int64_t height) {
+  const TileSize columns{16, 4 * height}, whole{16, 64}, by_row{height, 64};
+  return TileShape({columns, columns, whole, columns, by_row, by_row, by_row, whole});
 }
 
 }  // namespace

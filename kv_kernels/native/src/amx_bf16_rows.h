@@ -36,13 +36,14 @@ struct NarrowTokens {
 
 int64_t narrow_packed_size(const WeightView& weight, int64_t tokens) { return NarrowTokens(weight, tokens).floats(); }
 
-void narrow_pack(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed) {
+void narrow_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
   const NarrowTokens shape(weight, tokens);
   for (int64_t tile = 0; tile < shape.tiles; ++tile) {
     const int64_t first = tile * shape.height, present = tokens - first < shape.height ? tokens - first : shape.height;
+    const float* rows = x(first, present);
     for (int64_t step = 0; step < shape.steps; ++step, packed += kTileRows * shape.height) {
       const int64_t at = shape.paired ? step / 2 * 2 * kStep + step % 2 * 16 : step * kStep;
-      pack_columns(x + first * x_stride + at, x_stride, present, weight.in_features - at, shape.paired ? kStep : 16,
+      pack_columns(rows + at, weight.in_features, present, weight.in_features - at, shape.paired ? kStep : 16,
                    shape.height, packed);
     }
   }

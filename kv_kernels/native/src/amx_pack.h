@@ -97,17 +97,18 @@ int64_t amx_packed_size(const WeightView& weight, int64_t tokens) {
   return TokenTiles(weight, tokens).floats();
 }
 
-void amx_pack(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed) {
-  if (!is_quantized(weight.kind)) return avx512_kernels().products.pack(weight, x, x_stride, tokens, packed);
+void amx_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
+  if (!is_quantized(weight.kind)) return avx512_kernels().products.pack(weight, x, tokens, packed);
   const TokenTiles shape(weight, tokens);
   alignas(64) static constexpr float kZeros[kQuantBlock] = {};
   float* numbers = packed + shape.numbers_offset();
   char* to = reinterpret_cast<char*>(packed);
   for (int64_t tile = 0; tile < shape.tiles; ++tile) {
+    const int64_t first = tile * shape.height, present = tokens - first < shape.height ? tokens - first : shape.height;
+    const float* rows = x(first, present);
     for (int64_t block = 0; block < shape.blocks; ++block) {
       for (int64_t row = 0; row < shape.height; ++row) {
-        const int64_t token = tile * shape.height + row;
-        const float* from = token < tokens ? x + token * x_stride + block * kQuantBlock : kZeros;
+        const float* from = row < present ? rows + row * weight.in_features + block * kQuantBlock : kZeros;
         pack_block(from, shape, quant_offset(weight.kind), to + row * shape.row_bytes, numbers + row);
       }
       to += shape.block_bytes();

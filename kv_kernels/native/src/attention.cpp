@@ -4,15 +4,12 @@
 #include <vector>
 
 #include "append.h"
+#include "attention_work.h"
 #include "operands.h"
 #include "parallel.h"
 
 namespace jaxkv {
 namespace {
-
-constexpr int64_t kTileQueries = 96;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
-constexpr int64_t kSplitTokens = 4;   // tiles of so few tokens give every split of their keys to a task of its own
-constexpr int64_t kTasksPerThread = 4;
 
 // The tiles of every row, checked against the pools and the page list. Rows without a query have none.
 std::vector<QueryTile> query_tiles(Checker& check, const Attention& a, const ffi::AnyBuffer& query_start,
@@ -63,76 +60,27 @@ struct Plan {
   ffi::AnyBuffer query_start, kv_len, page_start, page_ids;
 };
 
-// Some tiles' share of the work: some K/V heads, all of their keys or, of one tile, one split of them.
-struct Task {
-  const QueryTile* tiles;
-  int64_t count;
-  HeadRange heads;
-  int64_t split;    // -1 for all keys
-  int64_t partial;  // where the sums of the first head go, in floats
-};
-
-// Partials that make up the result of a tile: [splits][kv_heads].
-struct Merge {
-  const QueryTile* tile;
-  int64_t splits;
-  int64_t partial;
-};
-
 void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<QueryTile>& tiles) {
   const Kernels& level = kernels();
-  const auto is_few = [](const QueryTile& tile) { return tile.tokens <= kSplitTokens; };
-  const int64_t few = std::count_if(tiles.begin(), tiles.end(), is_few);
-  const auto splits_of = [&](const QueryTile& tile) {
-    const int64_t first = tile.oldest_key(a.window) / kSplitKeys, last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
-    return is_few(tile) && last - first > 1 ? last - first : 1;
-  };
-  // Few tokens wait for keys, which come soonest in the order they lie in, one tile's after the other's; but no thread is
-  // to be without work.
-  const int64_t run = few / (kTasksPerThread * thread_count(pool));
-  const bool together = run > 0;
-  std::vector<Task> tasks;
-  std::vector<Merge> merges;
-  tasks.reserve(tiles.size() * static_cast<size_t>(a.kv_heads));
-  int64_t floats = 0;
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    const QueryTile& tile = tiles[i];
-    const int64_t splits = splits_of(tile), first = tile.oldest_key(a.window) / kSplitKeys;
-    const int64_t heads = together && is_few(tile) ? a.kv_heads : 1;
-    const auto is_alone = [&](const QueryTile& each) { return !is_few(each) || splits_of(each) > 1; };
-    if (heads == a.kv_heads && !is_alone(tile)) {
-      int64_t count = 1;
-      while (count < run && i + 1 < tiles.size() && !is_alone(tiles[i + 1])) ++count, ++i;
-      tasks.push_back({&tile, count, {0, heads}, -1, 0});
-      continue;
-    }
-    const int64_t size = splits == 1 ? 0 : level.partial_size(a, tile.tokens);
-    if (splits > 1) merges.push_back({&tile, splits, floats});
-    for (int64_t split = first; split < first + splits; ++split) {
-      for (int64_t head = 0; head < a.kv_heads; head += heads, floats += heads * size)
-        tasks.push_back({&tile, 1, {head, heads}, splits == 1 ? -1 : split, floats});
-    }
-  }
-  float* partials = thread_scratch(Slot::kInput, floats);
-  parallel_for(pool, static_cast<int64_t>(tasks.size()), [&](int64_t index) {
-    const Task& task = tasks[static_cast<size_t>(index)];
+  const AttentionWork work(a, tiles, thread_count(pool));
+  float* sums = thread_scratch(Slot::kInput, work.floats());
+  parallel_for(pool, static_cast<int64_t>(work.tasks().size()), [&](int64_t index) {
+    const AttentionTask& task = work.tasks()[static_cast<size_t>(index)];
     int64_t tokens = 0;
     for (int64_t i = 0; i < task.count; ++i) tokens = std::max(tokens, task.tiles[i].tokens);
     float* scratch = thread_scratch(Slot::kTask, task.heads.count * level.attend_scratch(a, tokens));
     if (task.split < 0) {
       level.attend(a, task.tiles, task.count, task.heads, scratch);
     } else {
-      level.attend_split(a, *task.tiles, task.heads, task.split, partials + task.partial, scratch);
+      level.attend_split(a, *task.tiles, task.heads, task.split, sums + task.sums, scratch);
     }
   });
-  for (const Merge& merge : merges) {
+  parallel_for(pool, static_cast<int64_t>(work.merges().size()), [&](int64_t index) {
+    const AttentionMerge& merge = work.merges()[static_cast<size_t>(index)];
     float* scratch = thread_scratch(Slot::kTask, level.attend_scratch(a, merge.tile->tokens));
-    const int64_t size = level.partial_size(a, merge.tile->tokens);
-    for (int64_t head = 0; head < a.kv_heads; ++head) {
-      level.merge_splits(a, *merge.tile, head, partials + merge.partial + head * size, merge.splits, a.kv_heads * size,
-                         scratch);
-    }
-  }
+    for (int64_t head = 0; head < a.kv_heads; ++head)
+      level.merge_splits(a, *merge.tile, head, sums, work.places() + merge.first, work.places() + merge.last, scratch);
+  });
 }
 
 // Attends all rows of the plan; `a` has everything but what the buffers say.

@@ -57,6 +57,10 @@ struct WideBlock : SoftmaxScratch<S> {
     query = this->take(this->rows * this->stride);
   }
 
+  // Before the first block of a split, and after its last.
+  void begin_split(const SoftmaxSums<S>& sums) const { sums.clear(); }
+  void finish_split(const SoftmaxSums<S>&) const {}
+
   // The tile's queries.
   void begin(const Attention& a, const QueryTile& tile, int64_t kv_head) const {
     for (int64_t row = 0; row < this->rows; ++row)
@@ -68,6 +72,11 @@ struct WideBlock : SoftmaxScratch<S> {
     load_block<S>(a, tile, kv_head, first, count, padded, *this, ahead);
     combine<S>(this->rows, nullptr, query, this->stride, turned, kKeyBlock, a.head_dim, this->scores, kKeyBlock,
                padded);
+  }
+  // Scores to weights.
+  template <class F>
+  void soften(const Attention& a, const SoftmaxSums<S>& sums, int64_t padded, KeysAhead& ahead, F visible_to) const {
+    softmax_rows<S>(a, *this, sums, padded, ahead, visible_to);
   }
   // The sums so far, shrunk, and the values of that block by their weights.
   void weigh(int64_t count, const SoftmaxSums<S>& sums, KeysAhead&) const {

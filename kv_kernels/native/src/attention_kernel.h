@@ -4,7 +4,7 @@
 // (group heads times tokens). Scores are dot products over head_dim in one order, a block's weights are summed in one
 // order, and a key that a row may not see has weight exactly 0: so a row's bits do not depend on the other rows of its
 // tile. Sums over kSplitKeys keys, counted from position 0 as well, are taken apart and merged in order, always: so it
-// does not matter whether one thread did all of them. `Block` is how keys are scored and values weighed.
+// does not matter whether one thread did all of them. `Block` is how keys are scored, weighed and added up.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ class Heads {
   void attend_split(int64_t split, F sums_of) const {
     const int64_t oldest = tile_.oldest_key(a_.window) / kKeyBlock * kKeyBlock, newest = tile_.end_key();
     const int64_t begin = split * kSplitKeys, end = begin + kSplitKeys < newest ? begin + kSplitKeys : newest;
-    each([&](int64_t head, const Block& block) { sums_of(head, block).clear(); });
+    each([&](int64_t head, const Block& block) { block.begin_split(sums_of(head, block)); });
     for (int64_t first = oldest > begin ? oldest : begin; first < end; first += kKeyBlock) {
       const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
       ahead_.reading(tile_, first);
@@ -46,6 +46,7 @@ class Heads {
         attend_block(first, count, heads_.first + head, block, sums_of(head, block));
       });
     }
+    each([&](int64_t head, const Block& block) { block.finish_split(sums_of(head, block)); });
   }
 
  private:
@@ -55,7 +56,7 @@ class Heads {
                     const SoftmaxSums<S>& sums) const {
     const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth, group = a_.heads / a_.kv_heads;
     block.score(a_, tile_, kv_head, first, count, padded, ahead_);
-    softmax_rows<S>(a_, block, sums, padded, ahead_, [&](int64_t row) {
+    block.soften(a_, sums, padded, ahead_, [&](int64_t row) {
       const int64_t position = tile_.position + row / group;
       const int64_t seen = (position + 1 < tile_.kv_len ? position + 1 : tile_.kv_len) - first;
       return Visible{a_.window > 0 ? position - a_.window + 1 - first : 0, seen < count ? seen : count};
@@ -80,7 +81,7 @@ static inline void write_results(const Attention& a, const QueryTile& tile, int6
     const float total = sums.total[row] == 0 ? 1.0f : sums.total[row];
     for (int64_t d = 0; d < sums.stride; d += S::kWidth)
       S::store(acc + d, S::div(S::load(acc + d), S::broadcast(total)));
-    const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
+    const int64_t token = tile.token(row / group), head = kv_head * group + row % group;
     narrow<S>(acc, a.head_dim, a.q_type, a.out, (token * a.heads + head) * a.head_dim);
   }
 }
@@ -122,13 +123,15 @@ static void attend_split(const Attention& a, const QueryTile& tile, HeadRange he
 }
 
 template <class S>
-static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, const float* partials,
-                         int64_t splits, int64_t partial_stride, float* memory) {
+static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_head, const float* sums,
+                         const SplitPlace* first, const SplitPlace* last, float* memory) {
   const SoftmaxScratch<S> s(a, tile.tokens, memory);
   const SoftmaxSums<S> all = s.sums(s.all);
   all.clear();
-  for (int64_t split = 0; split < splits; ++split)
-    all.merge(s.sums(const_cast<float*>(partials) + split * partial_stride));
+  for (const SplitPlace* place = first; place < last; ++place) {
+    float* of_head = const_cast<float*>(sums) + place->sums + kv_head * place->head_floats;
+    all.merge(SoftmaxSums<S>(place->rows, s.stride, of_head).from(place->first_row));
+  }
   write_results<S>(a, tile, kv_head, all);
 }
 

@@ -23,6 +23,13 @@ struct SoftmaxSums {
       : rows(rows_), stride(stride_), best(memory), total(best + (rows + 15) / 16 * 16),
         acc(total + (rows + 15) / 16 * 16) {}
 
+  // Those of the rows from `row` on.
+  SoftmaxSums from(int64_t row) const {
+    SoftmaxSums some = *this;
+    some.rows -= row, some.best += row, some.total += row, some.acc += row * stride;
+    return some;
+  }
+
   void clear() const {
     for (int64_t row = 0; row < (rows + 15) / 16 * 16; ++row) best[row] = kMinusInfinity, total[row] = 0;
     for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
@@ -53,7 +60,7 @@ template <class S>
 struct SoftmaxScratch {
   int64_t stride;  // head_dim rounded up to the vector's width
   int64_t rows;
-  float *scores, *shrink, *block_best, *all, *split;
+  float *scores, *shrink, *block_best, *block_sum, *all, *split;
 
   SoftmaxScratch(const Attention& a, int64_t tokens, float* memory)
       : stride((a.head_dim + S::kWidth - 1) / S::kWidth * S::kWidth), rows(tokens * (a.heads / a.kv_heads)),
@@ -61,6 +68,7 @@ struct SoftmaxScratch {
     scores = take(rows * kKeyBlock);
     shrink = take(rows + S::kWidth);
     block_best = take(rows + S::kWidth);
+    block_sum = take(rows + S::kWidth);
     all = take(SoftmaxSums<S>::size(rows, stride));
     split = take(SoftmaxSums<S>::size(rows, stride));
   }
@@ -134,9 +142,11 @@ static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, 
       S::store(scores + i, weight);
       sum = S::add(sum, weight);
     }
-    sums.total[row] = sums.total[row] * s.shrink[row] + S::sum(sum);
+    s.block_sum[row] = S::sum(sum);
     sums.best[row] = best;
   }
+  for (int64_t row = 0; row < s.rows; row += S::kWidth)
+    S::store(sums.total + row, S::fma(S::load(sums.total + row), S::load(s.shrink + row), S::load(s.block_sum + row)));
 }
 
 // One query, turned and scaled, as float32 [stride].
@@ -144,7 +154,7 @@ template <class S>
 static inline void load_query(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t row, int64_t stride,
                               float* query) {
   const int64_t group = a.heads / a.kv_heads;
-  const int64_t token = tile.first_token + row / group, head = kv_head * group + row % group;
+  const int64_t token = tile.token(row / group), head = kv_head * group + row % group;
   widen_padded<S>(a.q_type, a.q, (token * a.heads + head) * a.head_dim, a.head_dim, query);
   if (a.cos != nullptr) rotate<S>(a.cos + token * a.rotated, a.sin + token * a.rotated, a.rotated, query);
   for (int64_t d = 0; d < stride; d += S::kWidth)

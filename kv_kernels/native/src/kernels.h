@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace jaxkv {
 
@@ -79,10 +80,20 @@ struct QueryTile {
   int64_t position;      // of the first token
   int64_t kv_len;
   const int32_t* pages;  // of layer 0
+  const int32_t* members = nullptr;  // its tokens, where they do not follow each other
 
+  int64_t token(int64_t index) const { return members == nullptr ? first_token + index : members[index]; }
   // Keys before and after these are seen by none of the tile.
   int64_t oldest_key(int64_t window) const { return window > 0 && position >= window ? position - window + 1 : 0; }
   int64_t end_key() const { return position + tokens < kv_len ? position + tokens : kv_len; }
+};
+
+// Where the sums of a tile over one split are, among those of all that was computed with it.
+struct SplitPlace {
+  int64_t sums;  // of head 0, in floats
+  int64_t head_floats;
+  int64_t rows;
+  int64_t first_row;
 };
 
 // K/V heads of a task. Their keys lie side by side: few tokens are done with a block of them soonest together.
@@ -90,13 +101,17 @@ struct HeadRange {
   int64_t first, count;
 };
 
+// Tokens [first, first + count) of a block: [count][in_features]. They last until the next call.
+using TokenRows = std::function<const float*(int64_t first, int64_t count)>;
+
 // Products of one precision with weights of every kind.
 struct ProductKernels {
   int64_t token_block;  // tokens that are best given in one call, at most kTokenBlock
   // Floats that `pack` fills for a block of tokens that a product with `weight` will read.
   int64_t (*packed_size)(const WeightView& weight, int64_t tokens);
-  // x [tokens][x_stride] into the form that `product` reads; the same for all weights of one kind and in_features.
-  void (*pack)(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed);
+  // A block of tokens into the form that `product` reads; the same for all weights of one kind and in_features. Asks for
+  // few tokens at a time, so that they are packed while they are in a cache.
+  void (*pack)(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed);
   // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. Other
   // numbers of these rows, and of rows up to a multiple of 16, may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
@@ -118,9 +133,9 @@ struct Kernels {
   void (*attend)(const Attention&, const QueryTile* tiles, int64_t count, HeadRange, float* scratch);
   // The sums over the keys of split `split` alone go to `partials`, `partial_size` floats a head.
   void (*attend_split)(const Attention&, const QueryTile&, HeadRange, int64_t split, float* partials, float* scratch);
-  // What `attend` gives for one head, from the partials of splits first to last, `partial_stride` floats apart.
-  void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, const float* partials, int64_t splits,
-                       int64_t partial_stride, float* scratch);
+  // What `attend` gives for one head, from the sums of all of a tile's splits, in order.
+  void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, const float* sums, const SplitPlace* first,
+                       const SplitPlace* last, float* scratch);
   int64_t (*partial_size)(const Attention&, int64_t tokens);
   // Floats of scratch, aligned to 64 bytes, that `attend` needs for a head of a tile of so many tokens.
   int64_t (*attend_scratch)(const Attention&, int64_t tokens);

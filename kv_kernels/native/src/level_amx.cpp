@@ -1,8 +1,8 @@
 // Quantized weights on AMX tiles of bf16; all else is the AVX-512 level's. Dense weights would have to be cut in parts
 // number by number, which for few tokens takes longer than their products.
-#include "amx_attention.h"
 #include "amx_bf16.h"
 #include "amx_product.h"
+#include "amx_tall_attention.h"
 
 namespace jaxkv {
 

@@ -47,22 +47,21 @@ struct Call {
 // Tokens [first, last) of x, normalized and packed.
 void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
   const Kernels& level = kernels();
-  const int64_t in = call.in_features, tokens = last - first;
-  const char* x = static_cast<const char*>(call.x) + first * in * element_size(call.x_type);
-  const float* from = reinterpret_cast<const float*>(x);
-  if (call.x_type != Element::kF32 || call.norm != nullptr) {
-    float* wide = thread_scratch(Slot::kTask, tokens * in);
-    for (int64_t token = 0; token < tokens; ++token) {
+  const int64_t in = call.in_features;
+  const bool is_wide = call.x_type == Element::kF32;
+  const auto rows = [&](int64_t offset, int64_t count) -> const float* {
+    const char* source = static_cast<const char*>(call.x) + (first + offset) * in * element_size(call.x_type);
+    if (is_wide && call.norm == nullptr) return reinterpret_cast<const float*>(source);
+    float* wide = thread_scratch(Slot::kTask, count * in);
+    for (int64_t token = 0; token < count; ++token, source += in * element_size(call.x_type)) {
       float* row = wide + token * in;
-      const char* source = x + token * in * element_size(call.x_type);
-      const bool is_wide = call.x_type == Element::kF32;
       if (!is_wide) level.widen(source, call.x_type, in, row);
       if (call.norm != nullptr)
         level.normalize(is_wide ? reinterpret_cast<const float*>(source) : row, call.norm, in, call.eps, row);
     }
-    from = wide;
-  }
-  call.products().pack(call.matrices[0].weight, from, in, tokens, packed);
+    return wide;
+  };
+  call.products().pack(call.matrices[0].weight, rows, last - first, packed);
 }
 
 void add_bias(const float* bias, int64_t tokens, int64_t outputs, float* results) {

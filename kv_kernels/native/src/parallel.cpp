@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <thread>
+#include <vector>
 
 namespace jaxkv {
 namespace {
@@ -19,18 +20,33 @@ inline void relax() {
 #endif
 }
 
+// Tasks are cut in as many runs as there are threads. A thread does its own run first and then helps with the others, so
+// that loops of one shape find on each core what the last of them left there.
 struct Loop {
-  std::atomic<int64_t> next{0};
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+
+  std::vector<Run> runs;
   std::atomic<int64_t> done{0};
-  int64_t count;
   const std::function<void(int64_t)>* task;  // the caller's; not touched once all tasks are taken
 
-  Loop(int64_t tasks, const std::function<void(int64_t)>* call) : count(tasks), task(call) {}
+  Loop(int64_t count, int64_t threads, const std::function<void(int64_t)>* call)
+      : runs(static_cast<size_t>(threads)), task(call) {
+    for (int64_t i = 0; i < threads; ++i) {
+      runs[static_cast<size_t>(i)].next = count * i / threads;
+      runs[static_cast<size_t>(i)].end = count * (i + 1) / threads;
+    }
+  }
 
-  void work() {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      (*task)(i);
-      done.fetch_add(1, std::memory_order_release);
+  void work(size_t thread) {
+    for (size_t offset = 0; offset < runs.size(); ++offset) {
+      Run& run = runs[(thread + offset) % runs.size()];
+      for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) {
+        (*task)(i);
+        done.fetch_add(1, std::memory_order_release);
+      }
     }
   }
 };
@@ -56,9 +72,10 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const std::function
     return;
   }
   // Shared, since a helper may start after this call has returned, to find nothing left.
-  const auto loop = std::make_shared<Loop>(count, &task);
-  for (int64_t helper = 1; helper < threads; ++helper) pool.Schedule([loop] { loop->work(); });
-  loop->work();
+  const auto loop = std::make_shared<Loop>(count, threads, &task);
+  for (int64_t helper = 1; helper < threads; ++helper)
+    pool.Schedule([loop, helper] { loop->work(static_cast<size_t>(helper)); });
+  loop->work(0);
   for (int spins = 0; loop->done.load(std::memory_order_acquire) < count; ++spins) {
     if (spins < kSpins) {
       relax();

@@ -96,14 +96,15 @@ static int64_t packed_size(const WeightView& weight, int64_t tokens) {
 }
 
 template <class S>
-static void pack(const WeightView& weight, const float* x, int64_t x_stride, int64_t tokens, float* packed) {
+static void pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
   const int64_t in = weight.in_features, panel = panel_length(in), stride = panel + kStridePadding;
-  for (int64_t first = 0; first < in; first += panel) {
-    const int64_t count = in - first < panel ? in - first : panel;
-    for (int64_t token = 0; token < tokens; ++token, packed += stride) {
-      const float* from = x + token * x_stride + first;
-      for (int64_t i = 0; i < count; ++i) packed[i] = from[i];
-      for (int64_t i = count; i < panel; ++i) packed[i] = 0;
+  for (int64_t token = 0; token < tokens; ++token) {
+    const float* from = x(token, 1);
+    float* to = packed + token * stride;
+    for (int64_t first = 0; first < in; first += panel, from += panel, to += tokens * stride) {
+      const int64_t count = in - first < panel ? in - first : panel;
+      for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+      for (int64_t i = count; i < panel; ++i) to[i] = 0;
     }
   }
 }
