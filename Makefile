@@ -27,8 +27,10 @@ demo: $(VENV)/installed $(DEMO_NEEDS)
 test: lint $(TEST_MODEL)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# Then the tests of engines and servers anew, on the reference in the place of the native kernels.
 test-slow: $(VENV)/installed-test $(TEST_MODEL)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m slow
+	JAXKV_TEST_PROVIDER=reference $(BIN)/python -m pytest -n auto --dist worksteal tests/execution tests/serving
 
 # The tests of the native kernels, on a build that AddressSanitizer and UBSan watch.
 sanitize: $(VENV)/installed-test

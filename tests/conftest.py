@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # So is this: the tests of tensor parallelism spread models over eight devices, which a CPU has only when told so.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-# No test may depend on what another run has compiled, or leave anything in the user's cache.
+# No test may depend on what another run has compiled, or leave anything in the user's cache; so also where one starts
+# a process.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -21,6 +23,21 @@ MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_each_program_once() -> Iterator[None]:
+    """Many engines are made, most of whose programs another had: this process keeps them in a folder while it runs."""
+    import jax
+
+    with tempfile.TemporaryDirectory(prefix="jaxkv-tests-") as folder:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        yield
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 MANY_MAPPINGS = 15_000

@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 
 import numpy as np
+from default_provider import PROVIDER
 
 from kv_execution import EngineConfig, PagedEngine
 from models import LoadedModel, load_model
@@ -27,7 +28,7 @@ def make_engine(model: LoadedModel, *, pages: int | None = None, **settings) -> 
         "max_step_tokens": 64,
         "max_context": 128,
         "kv_pool_bytes": 1 << 20,
-        "provider": "reference",
+        "provider": PROVIDER,
         **settings,
     }
     if pages is not None:

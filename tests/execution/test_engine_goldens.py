@@ -14,10 +14,13 @@ MODEL_NOISE = 5e-4
 """What the golden data allows two float32 computations of one model to differ by, in logits."""
 
 CASES = ("llama", "llama_mqa", "llama_rope_llama3", "llama_bias_tied")
+ON_THE_REFERENCE = {("llama", 1), ("llama_mqa", 64)}
+"""Cases and page sizes that run there by default, since it is slow to compile; the others are slow tests there."""
+
 GREEDY_24 = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=True)
 
 
-def assert_equals_golden(model, case: str, tokens_per_page: int, provider: str = "reference") -> None:
+def assert_equals_golden(model, case: str, tokens_per_page: int, provider: str) -> None:
     expected = np.load(GOLDEN / case / "expected.npz")
     engine = make_engine(model, tokens_per_page=tokens_per_page, max_step_tokens=128, provider=provider)
     prompts = [expected[f"prompt_{index}"] for index in range(4)]
@@ -34,8 +37,20 @@ def assert_equals_golden(model, case: str, tokens_per_page: int, provider: str =
     assert engine.stats().pages_in_use == 0
 
 
-@pytest.mark.parametrize(("provider", "tokens_per_page"), [("reference", 1), ("reference", 64), ("native", 16)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "provider", "tokens_per_page"),
+    [
+        *((case, "native", 16) for case in CASES),
+        *(
+            pytest.param(
+                *(case, "reference", tokens_per_page),
+                marks=() if (case, tokens_per_page) in ON_THE_REFERENCE else pytest.mark.slow,
+            )
+            for case in CASES
+            for tokens_per_page in (1, 16, 64)
+        ),
+    ],
+)
 def test_greedy_tokens_and_logits_equal_transformers(case, provider, tokens_per_page):
     assert_equals_golden(golden_model(case), case, tokens_per_page, provider)
 
@@ -45,7 +60,7 @@ def test_a_checkpoint_with_the_older_config_layout_gives_the_same(case, tmp_path
     for name in ("model.safetensors", "generation_config.json"):
         shutil.copy(GOLDEN / case / name, tmp_path / name)
     shutil.copy(GOLDEN / case / "config_legacy.json", tmp_path / "config.json")
-    assert_equals_golden(load_model(tmp_path), case, tokens_per_page=16)
+    assert_equals_golden(load_model(tmp_path), case, 16, "native")
 
 
 def test_penalised_greedy_sequences_equal_transformers():
@@ -78,7 +93,9 @@ def test_prompt_log_probabilities_equal_transformers():
     np.testing.assert_allclose(got, expected["top5_logprobs"], atol=MODEL_NOISE)
 
 
-@pytest.mark.parametrize(("provider", "max_step_tokens"), [("reference", 256), ("native", 24)])
+@pytest.mark.parametrize(
+    ("provider", "max_step_tokens"), [pytest.param("reference", 256, marks=pytest.mark.slow), ("native", 24)]
+)
 def test_a_real_quantized_model_continues_as_in_transformers(smollm2_gguf, provider, max_step_tokens):
     expected = json.loads((GOLDEN / "real_smollm2" / "expected.json").read_text())
     cases = expected["prompts"]

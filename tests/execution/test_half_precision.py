@@ -64,7 +64,7 @@ class Judge:
 def paged_continuations(case: str, dtype: str) -> list[tuple[np.ndarray, tuple[int, ...]]]:
     """Four short prompts, run side by side so that their pages alternate in the pool, and their greedy tokens."""
     prompts = [prompt[:12] for prompt in golden_prompts(case)]
-    engine = make_engine(golden_model(case, dtype), tokens_per_page=TOKENS_PER_PAGE)
+    engine = make_engine(golden_model(case, dtype), tokens_per_page=TOKENS_PER_PAGE, provider="reference")
     results = engine.generate(prompts, PARAMS)
     return [(prompt, result.tokens) for prompt, result in zip(prompts, results, strict=True)]
 

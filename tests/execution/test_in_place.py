@@ -19,7 +19,7 @@ SHAPES = (StepShape(1, 1, 128), StepShape(4, 4, 128), StepShape(64, 4, 128))
 def deep_engine(request, tmp_path_factory) -> PagedEngine:
     directory = write_random_llama(tmp_path_factory.mktemp(f"layers{request.param}"), layers=request.param)
     # A pool far larger than anything else in the step, so that a copy of it cannot hide.
-    return make_engine(load_model(directory), kv_pool_bytes=64 << 20)
+    return make_engine(load_model(directory), kv_pool_bytes=64 << 20, provider="reference")
 
 
 def compiled_step(engine: PagedEngine, shape: StepShape) -> jax.stages.Compiled:

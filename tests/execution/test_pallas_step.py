@@ -22,6 +22,7 @@ def checkpoint(tmp_path_factory):
     return write_random_llama(tmp_path_factory.mktemp("llama"), layers=2, num_attention_heads=6, num_key_value_heads=2)
 
 
+@pytest.mark.usefixtures("without_optimizations")
 @pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_engine_on_interpreted_kernels_yields_the_references_tokens(checkpoint, width):
     rng = np.random.default_rng(0)

@@ -21,8 +21,12 @@ from models import LoadedModel, load_model
 ONE_ROW = {"provider": "native", "max_requests": 1, "max_step_tokens": 16, "max_context": 64}
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 WIDTHS, KV_HEADS = (2, 4, 8), (8, 4, 2, 1)
-# Where the reference, which is slow to compile, runs by default too: a head each, and one head for all.
-CORNERS = {(4, 4), (8, 1)}
+# More heads than devices, as many, and fewer; the other combinations are slow tests. The reference, which is slow to
+# compile, runs where one head is on all devices.
+DEFAULT = {
+    "native": {(2, 8), (2, 1), (4, 4), (4, 2), (8, 8), (8, 1)},
+    "reference": {(8, 1)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def run_with_preemptions(engine: PagedEngine) -> list[tuple[int, ...]]:
 COMBINATIONS = [
     pytest.param(
         *(provider, width, kv_heads),
-        marks=() if provider == "native" or (width, kv_heads) in CORNERS else pytest.mark.slow,
+        marks=() if (width, kv_heads) in DEFAULT[provider] else pytest.mark.slow,
     )
     for provider in ("native", "reference")
     for width in WIDTHS

@@ -238,7 +238,7 @@ PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 @functools.cache
 def reference_tokens() -> list:
-    engine = make_engine(golden_model("llama", "float16"), **SETTINGS)
+    engine = make_engine(golden_model("llama", "float16"), provider="reference", **SETTINGS)
     return [done.tokens for done in engine.generate(prompts(), PARAMS)]
 
 

@@ -18,22 +18,21 @@ from kv_kernels.reference import ReferenceProvider
 NATIVE = NativeProvider()
 
 
-@settings(max_examples=60)
-@given(
-    lengths=ragged_lengths(),
-    level=st.sampled_from(AVAILABLE_LEVELS),
-    seed=st.integers(0, 99),
-    tokens_per_page=st.sampled_from([1, 3, 16, 64, 128]),
-    kv_heads=st.sampled_from([1, 2, 3]),
-    group=st.sampled_from([1, 2, 3, 5, 16]),
-    head_dim=st.sampled_from([24, 64, 80, 100, 256]),
-    window=st.sampled_from([None, 1, 7, 64, 130]),
-    soft_cap=st.sampled_from([None, 1.5, 50.0]),
-    padding=st.integers(0, 9),
-)
-def test_every_ragged_mixture_equals_dense_attention(
-    lengths, level, seed, tokens_per_page, kv_heads, group, head_dim, window, soft_cap, padding
-):
+MIXTURES = {
+    "lengths": ragged_lengths(),
+    "level": st.sampled_from(AVAILABLE_LEVELS),
+    "seed": st.integers(0, 99),
+    "tokens_per_page": st.sampled_from([1, 3, 16, 64, 128]),
+    "kv_heads": st.sampled_from([1, 2, 3]),
+    "group": st.sampled_from([1, 2, 3, 5, 16]),
+    "head_dim": st.sampled_from([24, 64, 80, 100, 256]),
+    "window": st.sampled_from([None, 1, 7, 64, 130]),
+    "soft_cap": st.sampled_from([None, 1.5, 50.0]),
+    "padding": st.integers(0, 9),
+}
+
+
+def check_a_mixture(lengths, level, seed, tokens_per_page, kv_heads, group, head_dim, window, soft_cap, padding):
     kv_len, query_len = lengths
     case = make_case(
         seed,
@@ -49,6 +48,19 @@ def test_every_ragged_mixture_equals_dense_attention(
     with running(level=level):
         got = attend(case, shape, scale=0.3, window=window, soft_cap=soft_cap)
     np.testing.assert_allclose(got, dense_answer(case, scale=0.3, window=window, soft_cap=soft_cap), atol=3e-5)
+
+
+@settings(max_examples=25)
+@given(**MIXTURES)
+def test_every_ragged_mixture_equals_dense_attention(**drawn):
+    check_a_mixture(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(**MIXTURES)
+def test_many_ragged_mixtures_equal_dense_attention(**drawn):
+    check_a_mixture(**drawn)
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)

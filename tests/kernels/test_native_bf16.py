@@ -33,16 +33,17 @@ def activations(seed: int, tokens: int, features: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal((tokens, features)), jnp.bfloat16)
 
 
-@settings(max_examples=25)
-@given(
-    kind=st.sampled_from(KINDS),
-    level=st.sampled_from(AVAILABLE_LEVELS),
-    tokens=st.one_of(st.integers(0, 40), st.integers(250, 270)),
-    out_features=st.integers(1, 150),
-    in_features=st.one_of(st.integers(1, 200), st.integers(600, 1400)),
-    seed=st.integers(0, 99),
-)
-def test_the_sum_of_products_has_the_errors_of_float32(kind, level, tokens, out_features, in_features, seed):
+PRODUCTS = {
+    "kind": st.sampled_from(KINDS),
+    "level": st.sampled_from(AVAILABLE_LEVELS),
+    "tokens": st.one_of(st.integers(0, 40), st.integers(250, 270)),
+    "out_features": st.integers(1, 150),
+    "in_features": st.one_of(st.integers(1, 200), st.integers(600, 1400)),
+    "seed": st.integers(0, 99),
+}
+
+
+def check_a_product(kind, level, tokens, out_features, in_features, seed):
     weight = random_weight(seed, kind, 2, out_features=out_features, in_features=in_features)
     x = activations(seed, tokens, weight.in_features)
     with running(level=level):
@@ -53,6 +54,19 @@ def test_the_sum_of_products_has_the_errors_of_float32(kind, level, tokens, out_
     # bfloat16 of a value that lies between two of them may be either where the value was rounded to float32 before.
     ties = 2**-24 if level == "amx" and kind not in DENSE_KINDS else 0
     assert (np.abs(got - x @ matrix.T) <= (5e-7 + ties) * (np.abs(x) @ np.abs(matrix).T)).all()
+
+
+@settings(max_examples=12)
+@given(**PRODUCTS)
+def test_the_sum_of_products_has_the_errors_of_float32(**drawn):
+    check_a_product(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(**PRODUCTS)
+def test_many_sums_of_products_have_the_errors_of_float32(**drawn):
+    check_a_product(**drawn)
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
@@ -73,20 +87,19 @@ def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, token
 attend = partial(attend_in, dtype="bfloat16", scale=0.25)
 
 
-@settings(max_examples=18)
-@given(
-    lengths=ragged_lengths(),
-    seed=st.integers(0, 99),
-    tokens_per_page=st.sampled_from([1, 3, 16, 128]),
-    kv_heads=st.sampled_from([1, 3]),
-    group=st.sampled_from([1, 3, 5, 16]),
-    head_dim=st.sampled_from([24, 32, 64, 96, 256]),
-    window=st.sampled_from([None, 1, 7, 64, 130]),
-    soft_cap=st.sampled_from([None, 5.0]),
-)
-def test_every_ragged_mixture_equals_dense_attention_to_bfloat16(
-    lengths, seed, tokens_per_page, kv_heads, group, head_dim, window, soft_cap
-):
+MIXTURES = {
+    "lengths": ragged_lengths(),
+    "seed": st.integers(0, 99),
+    "tokens_per_page": st.sampled_from([1, 3, 16, 128]),
+    "kv_heads": st.sampled_from([1, 3]),
+    "group": st.sampled_from([1, 3, 5, 16]),
+    "head_dim": st.sampled_from([24, 32, 64, 96, 256]),
+    "window": st.sampled_from([None, 1, 7, 64, 130]),
+    "soft_cap": st.sampled_from([None, 5.0]),
+}
+
+
+def check_a_mixture(lengths, seed, tokens_per_page, kv_heads, group, head_dim, window, soft_cap):
     case = make_case(
         seed,
         kv_len=lengths[0],
@@ -101,6 +114,19 @@ def test_every_ragged_mixture_equals_dense_attention_to_bfloat16(
     # A weight's rounding is at most 2^-9 of it, the result's 2^-9 of the result, and no value is larger than this.
     largest = max(np.abs(rows).max() for rows in case.v_rows)
     np.testing.assert_allclose(attend(case, window=window, soft_cap=soft_cap), expected, atol=2**-8 * largest)
+
+
+@settings(max_examples=8)
+@given(**MIXTURES)
+def test_every_ragged_mixture_equals_dense_attention_to_bfloat16(**drawn):
+    check_a_mixture(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=80)
+@given(**MIXTURES)
+def test_many_ragged_mixtures_equal_dense_attention_to_bfloat16(**drawn):
+    check_a_mixture(**drawn)
 
 
 def test_what_no_row_holds_cannot_reach_the_output_even_as_nan():

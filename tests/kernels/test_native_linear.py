@@ -45,23 +45,37 @@ def call_linear(*operands, results, **attributes) -> None:
     jax.block_until_ready(jax.ffi.ffi_call("jaxkv_linear", results)(*operands, **defaults | attributes))
 
 
-@settings(max_examples=60)
-@given(
-    kind=st.sampled_from(KINDS),
-    level=st.sampled_from(AVAILABLE_LEVELS),
-    tokens=st.integers(0, 33),
-    out_features=st.integers(1, 150),
-    in_features=st.one_of(st.integers(1, 200), st.integers(700, 1700)),
-    layers=st.sampled_from([None, 1, 3]),
-    seed=st.integers(0, 99),
-)
-def test_every_size_and_kind_equals_plain_multiplication(kind, level, tokens, out_features, in_features, layers, seed):
+PRODUCTS = {
+    "kind": st.sampled_from(KINDS),
+    "level": st.sampled_from(AVAILABLE_LEVELS),
+    "tokens": st.integers(0, 33),
+    "out_features": st.integers(1, 150),
+    "in_features": st.one_of(st.integers(1, 200), st.integers(700, 1700)),
+    "layers": st.sampled_from([None, 1, 3]),
+    "seed": st.integers(0, 99),
+}
+
+
+def check_a_product(kind, level, tokens, out_features, in_features, layers, seed):
     stack, layer = ((), None) if layers is None else ((layers,), layers - 1)
     weight = random_weight(seed, kind, *stack, out_features=out_features, in_features=in_features)
     x = activations(seed, tokens, weight.in_features)
     with running(level=level):
         got = NATIVE.product(x, weight, layer, None)
     assert_as_exact_as_float32(got, x, weight, layer)
+
+
+@settings(max_examples=25)
+@given(**PRODUCTS)
+def test_every_size_and_kind_equals_plain_multiplication(**drawn):
+    check_a_product(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(**PRODUCTS)
+def test_many_sizes_and_kinds_equal_plain_multiplication(**drawn):
+    check_a_product(**drawn)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,20 +98,31 @@ def test_half_width_activations_are_rounded_once_at_the_end(kind, level, dtype, 
     assert_close(narrow, exact(x, weight, None), bound)
 
 
+# Around every width that a kernel takes tokens in; all others are slow tests, since each is a program to compile.
+TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 49, 97, 257, 300)
+MORE_TOKEN_COUNTS = tuple({*range(1, 34), 96, 200, 256} - {*TOKEN_COUNTS})
+
+
+@pytest.mark.parametrize(
+    "counts", [TOKEN_COUNTS, pytest.param(MORE_TOKEN_COUNTS, marks=pytest.mark.slow)], ids=["few", "more"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level, dtype):
+def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level, dtype, counts):
     weight = random_weight(5, kind, 2, out_features=75, in_features=1600)
     x = activations(6, 300, weight.in_features, dtype)
+    rows = np.asarray(x)  # cut by numpy, which compiles nothing
     with running(level=level, threads=1):
         whole = np.asarray(NATIVE.product(x, weight, 1, jnp.float32))
     for threads in (1, 2):
         with running(level=level, threads=threads):
-            for tokens in (*range(1, 34), 49, 96, 97, 200, 256, 257, 300):
+            for tokens in counts:
                 first = 7 * tokens % (301 - tokens)
                 some = slice(first, first + tokens)
-                np.testing.assert_array_equal(NATIVE.product(x[some], weight, 1, jnp.float32), whole[some])
+                np.testing.assert_array_equal(
+                    NATIVE.product(jnp.asarray(rows[some]), weight, 1, jnp.float32), whole[some]
+                )
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)

@@ -17,10 +17,11 @@ PROVIDER = ReferenceProvider()
 def attend(case: PagedCase, shape, *, scale, window=None, soft_cap=None, dtype="float32") -> np.ndarray:
     q = np.zeros((shape.tokens, *case.q.shape[1:]), np.float32)
     q[: len(case.q)] = case.q
-    out = PROVIDER.paged_attention(
+    # In one program, since each operation alone would be compiled for itself.
+    out = jax.jit(PROVIDER.paged_attention)(
         jnp.asarray(q, dtype),
         case.pools,
-        jax.tree.map(jnp.asarray, PROVIDER.plan(case.table, shape)),
+        PROVIDER.plan(case.table, shape),
         first_page=case.layer * case.num_pages,
         scoring=Scoring(np.float32(scale), window, soft_cap),
     )
@@ -34,20 +35,19 @@ def ragged_lengths(draw):
     return kv_len, query_len
 
 
-@settings(max_examples=16, deadline=None)
-@given(
-    lengths=ragged_lengths(),
-    seed=st.integers(0, 99),
-    tokens_per_page=st.sampled_from([1, 3, 16, 64, 200, 256]),
-    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (5, 1)]),
-    head_dim=st.sampled_from([4, 24]),
-    window=st.sampled_from([None, 1, 7, 130]),
-    soft_cap=st.sampled_from([None, 1.5]),
-    padding=st.integers(0, 9),
-)
-def test_every_ragged_mixture_equals_dense_attention(
-    lengths, seed, tokens_per_page, heads, head_dim, window, soft_cap, padding
-):
+MIXTURES = {
+    "lengths": ragged_lengths(),
+    "seed": st.integers(0, 99),
+    "tokens_per_page": st.sampled_from([1, 3, 16, 64, 200, 256]),
+    "heads": st.sampled_from([(1, 1), (4, 2), (6, 2), (5, 1)]),
+    "head_dim": st.sampled_from([4, 24]),
+    "window": st.sampled_from([None, 1, 7, 130]),
+    "soft_cap": st.sampled_from([None, 1.5]),
+    "padding": st.integers(0, 9),
+}
+
+
+def check_a_mixture(lengths, seed, tokens_per_page, heads, head_dim, window, soft_cap, padding):
     kv_len, query_len = lengths
     case = make_case(
         seed,
@@ -61,6 +61,19 @@ def test_every_ragged_mixture_equals_dense_attention(
     shape = plan_shape(case, tokens=case.table.tokens + padding, rows=case.table.rows)
     got = attend(case, shape, scale=0.3, window=window, soft_cap=soft_cap)
     np.testing.assert_allclose(got, dense_answer(case, scale=0.3, window=window, soft_cap=soft_cap), atol=3e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(**MIXTURES)
+def test_every_ragged_mixture_equals_dense_attention(**drawn):
+    check_a_mixture(**drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(**MIXTURES)
+def test_many_ragged_mixtures_equal_dense_attention(**drawn):
+    check_a_mixture(**drawn)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 3e-2), ("float16", 4e-3)])

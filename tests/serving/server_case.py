@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx
+from default_provider import PROVIDER
 from tiny_model import write_tiny_model
 
 from kv_execution import EngineConfig, PagedEngine
@@ -24,7 +25,7 @@ ENGINE = EngineConfig(
     max_step_tokens=64,
     max_context=128,
     max_waiting=16,
-    provider="reference",
+    provider=PROVIDER,
     compilation_cache=False,
 )
 
