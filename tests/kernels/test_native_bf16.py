@@ -162,7 +162,7 @@ def test_a_decode_has_the_same_bits_among_many_whose_heads_are_taken_together():
 
 
 def test_a_prompt_has_the_bits_that_its_tokens_have_one_by_one():
-    # So many numbers that sums in another order, equal to all but float32's last bit, would round to some other bfloat16.
+    # So many that sums in another order, equal to all but the last bit of float32, would round to some other bfloat16.
     tokens = 500
     sizes = {"heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "layers": 1}
     whole = make_case(3, kv_len=[tokens], query_len=[tokens], **sizes)
