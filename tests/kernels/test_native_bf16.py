@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, alone, ragged_lengths, random_weight, running
 from native_case import attend as attend_in
-from paged_case import dense_answer, make_case
+from paged_case import build_table, dense_answer, make_case
 
 from kv_kernels.native import NativeProvider
 from kv_kernels.weights import dequantize, take_layer
@@ -159,3 +159,14 @@ def test_a_decode_has_the_same_bits_among_many_whose_heads_are_taken_together():
         whole = attend(together)
     for row in range(len(lengths)):
         np.testing.assert_array_equal(attend(alone(together, row, slice(0, 1))), whole[row : row + 1])
+
+
+def test_a_prompt_has_the_bits_that_its_tokens_have_one_by_one():
+    # So many that sums in another order, equal to all but the last bit of float32, would round to some other bfloat16.
+    tokens = 500
+    sizes = {"heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16", "layers": 1}
+    whole = make_case(3, kv_len=[tokens], query_len=[tokens], **sizes)
+    pages = whole.table.page_ids
+    lengths = range(1, tokens + 1)
+    table = build_table(list(lengths), [1] * tokens, [pages[: -(-length // 16)] for length in lengths], 16)
+    np.testing.assert_array_equal(attend(whole._replace(table=table)), attend(whole))
