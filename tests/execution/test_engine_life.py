@@ -163,7 +163,7 @@ class EngineLife(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     ("examples", "requests"),
-    [(36, 500), pytest.param(265, 5000, marks=pytest.mark.slow)],
+    [(20, 300), pytest.param(265, 5000, marks=pytest.mark.slow)],
 )
 def test_any_life_of_an_engine_keeps_its_pages_and_its_tokens(examples, requests):
     EngineLife.prepare()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from default_provider import PROVIDER
 from dense_step import DenseModel
 from engine_case import golden_model, golden_prompts, make_engine
 
@@ -61,10 +62,10 @@ class Judge:
         )
 
 
-def paged_continuations(case: str, dtype: str) -> list[tuple[np.ndarray, tuple[int, ...]]]:
+def paged_continuations(case: str, dtype: str, provider: str = PROVIDER) -> list[tuple[np.ndarray, tuple[int, ...]]]:
     """Four short prompts, run side by side so that their pages alternate in the pool, and their greedy tokens."""
     prompts = [prompt[:12] for prompt in golden_prompts(case)]
-    engine = make_engine(golden_model(case, dtype), tokens_per_page=TOKENS_PER_PAGE, provider="reference")
+    engine = make_engine(golden_model(case, dtype), tokens_per_page=TOKENS_PER_PAGE, provider=provider)
     results = engine.generate(prompts, PARAMS)
     return [(prompt, result.tokens) for prompt, result in zip(prompts, results, strict=True)]
 
@@ -98,6 +99,6 @@ def test_keys_and_values_of_another_page_are_no_tie(dtype: str, monkeypatch: pyt
 
     monkeypatch.setattr(ReferenceProvider, "plan", with_a_repeated_page)
     judge = Judge("llama", dtype)
-    for prompt, tokens in paged_continuations("llama", dtype):
+    for prompt, tokens in paged_continuations("llama", dtype, "reference"):
         verdict = judge(prompt, tokens)
         assert (verdict.below_best > verdict.tie).any()

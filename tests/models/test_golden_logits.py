@@ -36,7 +36,7 @@ def test_logits_and_greedy_tokens_equal_the_reference(golden: Path, case: str) -
 @pytest.mark.parametrize("case", FAMILY_CASES)
 def test_logits_of_every_family_equal_the_reference(golden: Path, case: str) -> None:
     expected = np.load(golden / case / "expected.npz")
-    assert_logits_equal_the_reference(DenseModel(load_model(golden / case), 72), expected)
+    assert_logits_equal_the_reference(DenseModel(load_model(golden / case)), expected)
 
 
 @pytest.mark.parametrize("case", LLAMA_CASES + FAMILY_CASES)
@@ -45,5 +45,5 @@ def test_both_layouts_of_the_config_are_the_same_model(golden: Path, case: str, 
     assert old.decoder.config == new.decoder.config
     assert old.fingerprint == new.fingerprint
     expected = np.load(golden / case / "expected.npz")
-    logits = DenseModel(old, length=8).logits(expected["prompt_1"])
+    logits = DenseModel(old).logits(expected["prompt_1"])
     assert np.abs(logits - expected["logits_1"]).max() <= 5e-4
