@@ -24,6 +24,11 @@ from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import POOL_SPEC
 
 
+COUNTED_OPERATIONS = 2048
+"""XLA's CPU client runs a program on the thread that calls it where it counts fewer than a thousand operations, and it
+counts none of a kernel library's: the host would wait for the step instead of planning the next one."""
+
+
 class DeviceState(NamedTuple):
     """What lives on the device between steps; every step donates it."""
 
@@ -134,7 +139,12 @@ def build_step_programs(
 
     def tokens_of(history: jax.Array, inputs: ForwardInputs) -> jax.Array:
         # The history has every token: prompts since their request began, sampled ones since they were sampled.
-        return history.at[inputs.token_rows, inputs.positions].get(mode="clip")
+        token_ids = history.at[inputs.token_rows, inputs.positions].get(mode="clip")
+        if jax.default_backend() == "cpu":
+            # True whatever the tokens are, which XLA cannot know: operations for it to count.
+            counted = token_ids[:1] + jnp.arange(COUNTED_OPERATIONS)
+            token_ids = jnp.where(jnp.max(counted) >= 0, token_ids, -1)
+        return token_ids
 
     def view_of(pools: PoolPair, inputs: ForwardInputs) -> StepView:
         return StepView(
