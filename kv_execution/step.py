@@ -23,7 +23,6 @@ from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import POOL_SPEC
 
-
 COUNTED_OPERATIONS = 2048
 """XLA's CPU client runs a program on the thread that calls it where it counts fewer than a thousand operations, and it
 counts none of a kernel library's: the host would wait for the step instead of planning the next one."""
