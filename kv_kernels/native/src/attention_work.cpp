@@ -5,7 +5,7 @@
 namespace jaxkv {
 namespace {
 
-constexpr int64_t kFewTokens = 4;       // tiles of so few tokens wait for keys, not for arithmetic
+constexpr int64_t kFewTokens = 4;  // tiles of so few tokens wait for keys, not for arithmetic
 constexpr int64_t kTasksPerThread = 4;
 
 bool is_few(const QueryTile& tile) { return tile.tokens <= kFewTokens; }
@@ -43,7 +43,8 @@ AttentionWork::AttentionWork(const Attention& a, const std::vector<QueryTile>& t
   for (const QueryTile* tile = begin_; tile < end;) {
     const QueryTile* next = tile + 1;
     if (is_alone(*tile) && heads_of_few == a.kv_heads && keys_of(*tile) <= 2 * share) {
-      for (int64_t taken = keys_of(*tile); taken < share && next < end && is_alone(*next); ++next) taken += keys_of(*next);
+      for (int64_t taken = keys_of(*tile); taken < share && next < end && is_alone(*next); ++next)
+        taken += keys_of(*next);
       tasks_.push_back({tile, next - tile, {0, a.kv_heads}, -1, 0});
     } else if (is_few(*tile)) {
       add_splits(*tile, heads_of_few);

@@ -14,8 +14,12 @@ class KeysAhead {
   // Blocks of kKeyBlock keys of `tiles`, one tile after the other, none past `stop_key`. Only lone tokens wait for
   // keys: many find a block in a cache when they are done with the last.
   KeysAhead(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t stop_key = INT64_MAX)
-      : a_(a), last_(tiles + count), stop_key_(stop_key), slot_bytes_(a.kv_heads * head_bytes()),
-        first_byte_(heads.first * head_bytes()), bytes_(heads.count * head_bytes()) {}
+      : a_(a),
+        last_(tiles + count),
+        stop_key_(stop_key),
+        slot_bytes_(a.kv_heads * head_bytes()),
+        first_byte_(heads.first * head_bytes()),
+        bytes_(heads.count * head_bytes()) {}
 
   // The block at `first` of `tile` is read now: `ask` is for the one after it.
   void reading(const QueryTile& tile, int64_t first) {

@@ -20,7 +20,8 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 void ask_for_huge_pages([[maybe_unused]] char* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const auto begin = reinterpret_cast<uintptr_t>(data), page = static_cast<uintptr_t>(kHugePage);
-  const uintptr_t first = (begin + page - 1) / page * page, last = (begin + static_cast<uintptr_t>(bytes)) / page * page;
+  const uintptr_t first = (begin + page - 1) / page * page,
+                  last = (begin + static_cast<uintptr_t>(bytes)) / page * page;
   // A system without them says no, and the array is as good on small ones.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
