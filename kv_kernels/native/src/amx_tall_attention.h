@@ -11,7 +11,7 @@ namespace {
 constexpr int kColumnsTile = 4, kRowsTile = 6;
 constexpr int64_t kSumTiles = 4;
 
-// Sums of up to four tiles of rows [16][32], `tile_bytes` apart and each `row_bytes` wide, times columns, over `steps`.
+// Sums of up to four tiles of rows [16][32], the rows `row_bytes` apart, times columns [16 pairs], over `steps`.
 template <class RowsAt, class ColumnsAt>
 inline void multiply_rows(int64_t row_tiles, int64_t steps, int64_t row_bytes, RowsAt rows_at, int64_t column_bytes,
                           ColumnsAt columns_at) {
