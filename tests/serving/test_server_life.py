@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import socket
@@ -48,10 +49,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 def test_a_client_that_goes_away_frees_its_pages_within_one_step(
     case: Case, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    allowed, aborted = threading.Semaphore(5), threading.Event()
+    allowed, begun, aborted = threading.Semaphore(5), itertools.count(1), threading.Event()
     dispatch, abort = PagedRuntime.dispatch, EngineLoop.abort
+    sixth = threading.Event()
 
     def when_allowed(self: PagedRuntime, plan: object) -> object:
+        if next(begun) == 6:
+            sixth.set()
         allowed.acquire()
         return dispatch(self, plan)  # type: ignore[arg-type]
 
@@ -69,7 +73,7 @@ def test_a_client_that_goes_away_frees_its_pages_within_one_step(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
         client.sendall(head % len(body) + body)
-        wait_for(lambda: case.stats.steps == steps + 5)  # the sixth has begun
+        assert sixth.wait(30)
         assert case.stats.pages_in_use > 0
     assert aborted.wait(30)
     allowed.release()
