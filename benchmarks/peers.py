@@ -107,7 +107,11 @@ class Jaxkv:
         )
         engine = PagedEngine(model, config)
         plan = engine.init_paged_runtime()
-        engine.warmup_paged()
+        if only is None:
+            engine.warmup_paged()
+        else:
+            prompts, params = [request.prompt for request in only.requests], list(map(_params, only.requests))
+            engine.warmup_paged(shapes=engine.shapes_needed(prompts, params), params=params)
         self._batcher = engine.batcher()
         self.about = {
             "version": __version__,
@@ -125,18 +129,21 @@ class Jaxkv:
         return self._run(workload.requests)
 
     def _run(self, requests: Sequence[TraceRequest]) -> Timeline:
-        from kv_execution import SamplingParams
-
         clock = Clock(len(requests))
         index_of = {
-            self._batcher.submit(request.prompt, SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)): index
-            for index, request in enumerate(requests)
+            self._batcher.submit(request.prompt, _params(request)): index for index, request in enumerate(requests)
         }
         while self._batcher.has_unfinished:
             for output in self._batcher.step():
                 assert output.token is not None  # no request here has a deadline
                 clock.note(index_of[output.request_id], output.token)
         return clock.timeline()
+
+
+def _params(request: TraceRequest) -> Any:
+    from kv_execution import SamplingParams
+
+    return SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
 
 
 class OpenVino:

@@ -6,6 +6,7 @@ another in silence.
 """
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,6 @@ from kv_common.errors import JaxkvError
 from kv_kernels.aiter import AiterProvider
 from kv_kernels.flashinfer import FlashInferProvider
 from kv_kernels.native import NativeProvider
-from kv_kernels.pallas import PallasProvider
 from kv_kernels.provider import KernelNeeds, KernelProvider
 from kv_kernels.reference import ReferenceProvider
 
@@ -60,22 +60,27 @@ def current_platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def _providers(needs: KernelNeeds) -> dict[str, KernelProvider]:
-    """Every provider by name, the way it would serve `needs`."""
-    return {
-        "native": NativeProvider(),
-        "flashinfer": FlashInferProvider(needs),
-        "aiter": AiterProvider(),
-        "pallas": PallasProvider(interpret=needs.platform == "cpu"),
-        "reference": ReferenceProvider(),
-    }
+def _pallas(needs: KernelNeeds) -> KernelProvider:
+    from kv_kernels.pallas import PallasProvider  # Triton's dialect takes a fifth of a second, which a CPU can save
+
+    return PallasProvider(interpret=needs.platform == "cpu")
+
+
+_PROVIDERS: dict[str, Callable[[KernelNeeds], KernelProvider]] = {
+    "native": lambda needs: NativeProvider(),
+    "flashinfer": FlashInferProvider,
+    "aiter": lambda needs: AiterProvider(),
+    "pallas": _pallas,
+    "reference": lambda needs: ReferenceProvider(),
+}
+"""Makes a provider the way it would serve a model."""
 
 
 def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvider:
     """The provider for `needs`; `requested` is `auto` or a provider's name. Raises ProviderError."""
     order = _PREFERENCE.get(needs.platform, _ANY_PLATFORM)
-    providers = _providers(needs)
-    reasons = {name: providers[name].unsupported(needs) for name in order}
+    providers = {name: _PROVIDERS[name](needs) for name in order}
+    reasons = {name: provider.unsupported(needs) for name, provider in providers.items()}
     able = [name for name in order if reasons[name] is None]
     if requested == "auto":
         if not able:
@@ -87,9 +92,9 @@ def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvid
             f"first of {', '.join(order)} for {needs.platform}" + "".join(f"; not {line}" for line in passed_over),
         )
     else:
-        provider = providers.get(requested)
-        if provider is None:
-            raise ProviderError(f"unknown provider {requested!r}; choose auto or one of {', '.join(providers)}")
+        if requested not in _PROVIDERS:
+            raise ProviderError(f"unknown provider {requested!r}; choose auto or one of {', '.join(_PROVIDERS)}")
+        provider = _PROVIDERS[requested](needs)
         reason = provider.unsupported(needs)
         if reason is not None:
             remedy = f"use provider {able[0]!r}" if able else "no other provider serves it either"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from kv_common.model_spec import ModelSpec
@@ -41,7 +40,6 @@ class AdaptedModel:
         self.capacity = capacity
         config = dataclasses.replace(base.decoder.config, adapter_columns=capacity.columns)
         self._decoder = Decoder(config, base.decoder.dtype)
-        self._graph = nnx.split(self._decoder)[0]
         self.params: dict[str, Any] = self._with_room(base.params)
 
     @property
@@ -58,15 +56,15 @@ class AdaptedModel:
 
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """As the base's, where the step has a mask of adapters."""
-        return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
+        return self._decoder.bind(params)(token_ids, step, logit_rows)
 
     def hidden(self, params: dict[str, Any], token_ids: jax.Array, step: StepView) -> Hidden:
         """As the base's, where the step has a mask of adapters."""
-        return nnx.merge(self._graph, params).hidden(token_ids, step)
+        return self._decoder.bind(params).hidden(token_ids, step)
 
     def classify(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
         """As the base's."""
-        return nnx.merge(self._graph, params).classify(hidden)
+        return self._decoder.bind(params).classify(hidden)
 
     def read_adapter(self, directory: str | Path) -> Adapter:
         """The adapter in a directory. Raises what the base's raises, and AdapterError where its rank is beyond the

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kv_kernels.tensor_parallel import Split, TensorMesh
 from kv_kernels.weights import Array, DenseWeight, MixedWeight
@@ -67,17 +66,11 @@ class ParameterShape(NamedTuple):
 
 def parameter_shapes(decoder: Decoder) -> dict[str, ParameterShape]:
     """Every parameter by its dotted path, in the order of the decoder's tree."""
-    state = nnx.split(decoder)[1]
-    leaves = by_path(nnx.to_pure_dict(state))
-    splits = {
-        ".".join(map(str, path)): variable.get_metadata().get("split", "whole")
-        for path, variable in nnx.to_flat_state(state)
-    }
     return {
-        path: ParameterShape(leaf.values.shape, True, splits[path])
-        if isinstance(leaf, DenseWeight)
-        else ParameterShape(leaf.shape, False, splits[path])
-        for path, leaf in leaves.items()
+        path: ParameterShape(value.values.shape, True, split)
+        if isinstance(value, DenseWeight)
+        else ParameterShape(value.shape, False, split)
+        for path, (value, split) in decoder.parameters().items()
     }
 
 

@@ -3,7 +3,7 @@ the numbers that its configuration names.
 
 All layers' parameters are stacked on a leading axis and every module takes the layer index, so one layer is compiled
 whatever the depth and no layer's weights are sliced out. A module is built with abstract parameters (shapes only): that
-one description is what loaders fill, and `nnx.merge(graph, params)` puts real weights in inside the traced function,
+one description is what loaders fill, and `bind` puts real weights in inside the traced function,
 where they are arguments and never constants. Norms and RoPE are computed in float32 and logits are float32; everything
 else is in the compute dtype, each product accumulated in float32 and rounded once.
 """
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kv_kernels.composition import activate, multiply
 from kv_kernels.experts import Experts, route
@@ -26,6 +25,7 @@ from kv_kernels.tensor_parallel import Split
 from kv_kernels.weights import LayerIndex
 from models.config import DecoderConfig, LayerKind, NormPlacement, RopeConfig
 from models.layer_spans import LayerSpan, layer_spans
+from models.module import Module
 from models.parts import Embedding, Linear, RMSNorm
 from models.rope import inverse_frequencies, rotation
 
@@ -69,7 +69,7 @@ def _qk_norm(config: DecoderConfig, features: int, split: Split) -> RMSNorm | No
     return RMSNorm(features, config.norm_eps, stack, split)
 
 
-class Attention(nnx.Module):
+class Attention(Module):
     """Grouped-query attention through the step's K/V view; the scale is always passed explicitly."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
         )
 
 
-class Mlp(nnx.Module):
+class Mlp(Module):
     """x + down(activation(gate(x)) * up(x)), or without a gate x + down(activation(up(x))); with the block's norms."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -126,7 +126,7 @@ class Mlp(nnx.Module):
         return step.add_linear(x, wide, self.down.matrix, layer, norm=block.after, scale=block.scale)
 
 
-class MixtureMlp(nnx.Module):
+class MixtureMlp(Module):
     """x + the weighted sum of the experts that a router chooses for each token, with the norms of its block."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -148,7 +148,7 @@ class MixtureMlp(nnx.Module):
         return step.add_experts(x, normed, routing, experts, layer, norm=block.after, scale=block.scale)
 
 
-class DecoderLayers(nnx.Module):
+class DecoderLayers(Module):
     """Every layer's parameters, stacked; one call computes one layer."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -174,7 +174,7 @@ class DecoderLayers(nnx.Module):
         return Block(before_norm, after_norm, self.residual_multiplier)
 
 
-class Decoder(nnx.Module):
+class Decoder(Module):
     """Token ids to logits, or to hidden states. The output product reuses the embedding where the model ties them; a
     classifier of sequences has none, nor has a model that is for embeddings alone.
     """

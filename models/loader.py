@@ -13,12 +13,12 @@ import logging
 import math
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
@@ -73,15 +73,15 @@ class LoadedModel:
 
     def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
         """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
-        return nnx.merge(self._graph, params)(token_ids, step, logit_rows)
+        return self.decoder.bind(params)(token_ids, step, logit_rows)
 
     def hidden(self, params: dict[str, Any], token_ids: jax.Array, step: StepView) -> Hidden:
         """Final hidden states [tokens, hidden] f32 of token_ids [tokens] i32, behind the last norm; pure."""
-        return nnx.merge(self._graph, params).hidden(token_ids, step)
+        return self.decoder.bind(params).hidden(token_ids, step)
 
     def classify(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
         """Scores [rows, labels] f32 of the hidden states [rows, hidden] f32 of last tokens; pure. Of a classifier."""
-        return nnx.merge(self._graph, params).classify(hidden)
+        return self.decoder.bind(params).classify(hidden)
 
     def spread(self, tensor_parallel: int | Mesh) -> LoadedModel:
         """The same model over so many devices, or a mesh as `load_model` takes it; this one stays as it is.
@@ -106,10 +106,6 @@ class LoadedModel:
     def with_adapters(self, slots: int, rank: int) -> AdaptedModel:
         """The model with room for `slots` adapters of at most `rank`; it shares the parameters."""
         return AdaptedModel(self, AdapterCapacity(slots, rank))
-
-    @functools.cached_property
-    def _graph(self) -> nnx.GraphDef:
-        return nnx.split(self.decoder)[0]
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
@@ -227,17 +223,19 @@ def _load_gguf(path: Path, wanted: _Wanted) -> LoadedModel:
     config = fit_context(stated, wanted.max_context, path.name)
     decoder = Decoder(config, wanted.dtype)
     mesh = mesh_for(config, wanted.tensor_parallel)
-    params = assemble(
-        decoder,
-        checkpoint,
-        form.names_in(checkpoint.names),
-        dtype=wanted.dtype,
-        ignored=form.ignored,
-        rows=form.rows(config),
-        mesh=mesh,
-        progress=wanted.progress,
-    )
-    tokenizer = tokenizer_from_gguf(metadata, path.name)
+    with ThreadPoolExecutor(max_workers=1) as beside:  # weights are copied outside of Python's lock
+        reading = beside.submit(tokenizer_from_gguf, metadata, path.name)
+        params = assemble(
+            decoder,
+            checkpoint,
+            form.names_in(checkpoint.names),
+            dtype=wanted.dtype,
+            ignored=form.ignored,
+            rows=form.rows(config),
+            mesh=mesh,
+            progress=wanted.progress,
+        )
+        tokenizer = reading.result()
     generation = generation_from_gguf(metadata)
     template = template_from_gguf(metadata, tokenizer)
     return _finish(path.stem, decoder, params, mesh, tokenizer, template, generation)

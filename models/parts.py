@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from kv_kernels.provider import Affine, LowRank, Norm
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import Split
 from kv_kernels.weights import DenseWeight
+from models.module import Module, Parameter
 
 
 def _abstract(shape: tuple[int, ...]) -> Any:
@@ -23,36 +23,36 @@ def _abstract(shape: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-class Embedding(nnx.Module):
+class Embedding(Module):
     """Token embedding [vocab, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        self.weight = nnx.Param(DenseWeight(_abstract((vocab_size, hidden_size))))
+        self.weight: Any = Parameter(DenseWeight(_abstract((vocab_size, hidden_size))))
 
     @property
     def matrix(self) -> Affine:
         """The embedding as the output product of a model that ties them."""
-        return Affine(self.weight.get_value())
+        return Affine(self.weight)
 
     def __call__(self, token_ids: jax.Array, step: StepView) -> jax.Array:
-        return step.embed(token_ids, self.weight.get_value())
+        return step.embed(token_ids, self.weight)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Module):
     """weight [*stack, features] f32; computed by the product that it precedes or follows."""
 
     def __init__(self, features: int, eps: float, stack: tuple[int, ...] = (), split: Split = "whole") -> None:
-        self.weight = nnx.Param(_abstract((*stack, features)), split=split)
+        self.weight: Any = Parameter(_abstract((*stack, features)), split)
         self.eps = eps
         self.split = split
 
     @property
     def norm(self) -> Norm:
         """What a product takes."""
-        return Norm(self.weight.get_value(), self.eps)
+        return Norm(self.weight, self.eps)
 
 
-class Linear(nnx.Module):
+class Linear(Module):
     """x [tokens, in] -> [tokens, out]; weight [*stack, out, in], bias [*stack, out] f32 or None; the pair of matrices
     of the adapters where they have columns.
 
@@ -70,19 +70,19 @@ class Linear(nnx.Module):
         stack: tuple[int, ...] = (),
         adapter_columns: int = 0,
     ) -> None:
-        self.weight = nnx.Param(DenseWeight(_abstract((*stack, out_features, in_features))), split=split)
-        bias_split = "whole" if split == "inputs" else split
-        self.bias = nnx.Param(_abstract((*stack, out_features)), split=bias_split) if bias else None
+        self.weight: Any = Parameter(DenseWeight(_abstract((*stack, out_features, in_features))), split)
+        bias_split: Split = "whole" if split == "inputs" else split
+        self.bias: Any = Parameter(_abstract((*stack, out_features)), bias_split) if bias else None
         # The columns of adapters are whole on every rank: what is split is what the weight has split.
         shape_in, shape_out = (*stack, adapter_columns, in_features), (*stack, out_features, adapter_columns)
-        split_in, split_out = ("inputs", "whole") if split == "inputs" else ("whole", split)
-        self.adapter_in = nnx.Param(DenseWeight(_abstract(shape_in)), split=split_in) if adapter_columns else None
-        self.adapter_out = nnx.Param(DenseWeight(_abstract(shape_out)), split=split_out) if adapter_columns else None
+        split_in: Split = "inputs" if split == "inputs" else "whole"
+        self.adapter_in: Any = Parameter(DenseWeight(_abstract(shape_in)), split_in) if adapter_columns else None
+        self.adapter_out: Any = Parameter(DenseWeight(_abstract(shape_out)), bias_split) if adapter_columns else None
 
     @property
     def matrix(self) -> Affine:
         """What a product takes."""
         adapters = None
-        if self.adapter_in is not None and self.adapter_out is not None:
-            adapters = LowRank(self.adapter_in.get_value(), self.adapter_out.get_value())
-        return Affine(self.weight.get_value(), None if self.bias is None else self.bias.get_value(), adapters)
+        if self.adapter_in is not None:
+            adapters = LowRank(self.adapter_in, self.adapter_out)
+        return Affine(self.weight, self.bias, adapters)

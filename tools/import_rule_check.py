@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNEL_VENDORS = frozenset({"jax_aiter", "jax_tvm_ffi", "tvm_ffi", "flashinfer"})
-UNREACHABLE_FROM_HOST = ("jax", "jaxlib", "flax", "ml_dtypes", "tokenizers")
+UNREACHABLE_FROM_HOST = ("jax", "jaxlib", "ml_dtypes", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,14 @@ LAYERS: dict[str, Layer] = {
     "kv_common": _layer("", "numpy", host_only=True),
     "kv_control": _layer("kv_common", "numpy", host_only=True),
     "kv_kernels": _layer("kv_common", f"numpy jax {' '.join(KERNEL_VENDORS)}"),
-    "models": _layer(
-        "kv_common kv_kernels", "numpy jax flax safetensors gguf tokenizers jinja2 huggingface_hub ml_dtypes"
-    ),
+    "models": _layer("kv_common kv_kernels", "numpy jax safetensors gguf tokenizers jinja2 huggingface_hub ml_dtypes"),
     "kv_execution": _layer("kv_common kv_control kv_kernels", "numpy jax"),
     "kv_serving": _layer(
         "kv_common kv_control kv_kernels models kv_execution kv_export",
         "numpy jax typer click rich fastapi starlette pydantic uvicorn prometheus_client llguidance ray opentelemetry",
     ),
     "kv_export": _layer(
-        "kv_common kv_control kv_kernels models kv_execution", "numpy jax flax ml_dtypes onnx onnxruntime flatbuffers"
+        "kv_common kv_control kv_kernels models kv_execution", "numpy jax ml_dtypes onnx onnxruntime flatbuffers"
     ),
 }
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from kv_kernels import selection
+from kv_kernels.pallas import PallasProvider
 from kv_kernels.provider import KernelNeeds
 from kv_kernels.selection import ProviderError, choose_provider, current_platform
 
@@ -45,7 +45,7 @@ def test_what_a_provider_lacks_is_a_refusal_at_start(requested):
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
 def test_a_gpu_gets_our_own_kernels(platform):
     chosen = choose_provider(KernelNeeds(platform, "bfloat16", 4, 2, 8, 16))
-    assert chosen.provider == selection.PallasProvider(interpret=False)
+    assert chosen.provider == PallasProvider(interpret=False)
 
 
 def test_a_gpu_falls_back_to_plain_xla_where_our_kernels_lack_something():
@@ -55,7 +55,15 @@ def test_a_gpu_falls_back_to_plain_xla_where_our_kernels_lack_something():
 
 
 def test_a_cpu_interprets_the_kernels_of_a_gpu_only_when_asked_to():
-    assert choose_provider(NEEDS, "pallas").provider == selection.PallasProvider(interpret=True)
+    assert choose_provider(NEEDS, "pallas").provider == PallasProvider(interpret=True)
+
+
+def test_a_cpu_does_not_wait_for_the_kernels_of_a_gpu():
+    code = (
+        "import sys, kv_kernels.selection as s; from kv_kernels.provider import KernelNeeds as N;"
+        "s.choose_provider(N('cpu', 'float32', 4, 2, 8, 16)); print('kv_kernels.pallas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize(

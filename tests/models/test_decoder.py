@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_step import DenseModel, DenseStep
-from flax import nnx
 
 from kv_kernels.weights import DenseWeight
 from models import LoadedModel, load_model
@@ -111,8 +110,8 @@ def test_the_vocabulary_product_takes_half_precision_and_gives_float32(
 
 def test_a_product_and_its_bias_are_rounded_once() -> None:
     module = Linear(2, 1, split="whole", bias=True)
-    module.weight = nnx.Param(DenseWeight(jnp.array([[1, 2**-9]], jnp.bfloat16)))
-    module.bias = nnx.Param(jnp.array([2**-9 + 2**-12], jnp.float32))
+    module.weight = DenseWeight(jnp.array([[1, 2**-9]], jnp.bfloat16))
+    module.bias = jnp.array([2**-9 + 2**-12], jnp.float32)
     y = DenseStep(jnp.arange(1)).linear(jnp.ones((1, 2), jnp.bfloat16), module.matrix)
     assert y.dtype == jnp.bfloat16
     assert float(y[0, 0]) == 1 + 2**-7  # rounding the product first would lose its 2**-9, and then the bias
