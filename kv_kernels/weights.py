@@ -23,6 +23,9 @@ import numpy as np
 BLOCK_SIZE = 32
 """Elements of a block: no group is smaller, and slices along `in` have whole ones."""
 
+TILE_ROWS = 16
+"""Rows of a weight in tiles that lie together."""
+
 QuantKind = Literal["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "f8_e4m3"]
 Array = jax.Array | np.ndarray
 LayerIndex = int | jax.Array
@@ -81,7 +84,7 @@ class DenseWeight:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["quants", "scales", "mins", "high_bits", "scale_factors", "min_factors"],
-    meta_fields=["kind"],
+    meta_fields=["kind", "in_tiles"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockQuantWeight:
@@ -92,6 +95,8 @@ class BlockQuantWeight:
     where `groups` divides in/32. high_bits uint8 [*stack, out, in/32 * 4 * bits]: for every block and bit, the lower
     bit first, 32 bits from the lowest of the first byte on. scale_factors, min_factors int8 [*stack, out, in/32], or
     in/16 where each half of a block has its own.
+
+    in_tiles: sixteen rows lie together, as a CPU's vectors take them; see `tiled`.
     """
 
     quants: Array
@@ -101,14 +106,16 @@ class BlockQuantWeight:
     high_bits: Array | None = None
     scale_factors: Array | None = None
     min_factors: Array | None = None
+    in_tiles: bool = False
 
     @property
     def out_features(self) -> int:
-        return self.quants.shape[-2]
+        return self.quants.shape[-2] * (TILE_ROWS if self.in_tiles else 1)
 
     @property
     def in_features(self) -> int:
-        return self.quants.shape[-1] * (1 if FORMS[self.kind].is_bytes else 2)
+        row_bytes = self.quants.shape[-1] // (TILE_ROWS if self.in_tiles else 1)
+        return row_bytes * (1 if FORMS[self.kind].is_bytes else 2)
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -175,6 +182,11 @@ def take_layer(weight: StoredWeight, layer: LayerIndex) -> StoredWeight:
 
 def take_rows(weight: StoredWeight, rows: Array) -> StoredWeight:
     """Rows `rows` [n] int of an unstacked weight [out, in], as a weight [n, in]; out of range is clamped."""
+    if isinstance(weight, BlockQuantWeight) and weight.in_tiles:
+        # The tiles that they are in, of which every row but one is dropped again.
+        rows = jnp.clip(rows, 0, weight.out_features - 1)
+        tiles = untiled(jax.tree.map(lambda leaf: leaf[rows // TILE_ROWS, None], weight))
+        return jax.tree.map(lambda leaf: leaf[jnp.arange(len(rows)), rows % TILE_ROWS], tiles)
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), weight)
 
 
@@ -200,10 +212,70 @@ def pack_nibbles(values: np.ndarray) -> np.ndarray:
     return packed.reshape(*values.shape[:-1], -1)
 
 
+def can_be_tiled(weight: BlockQuantWeight) -> bool:
+    """Whether `tiled` takes it: four bits and no more, a float16 for every block, and rows in sixteens."""
+    form, blocks = FORMS[weight.kind], weight.in_features // BLOCK_SIZE
+    numbers = (weight.scales,) if weight.mins is None else (weight.scales, weight.mins)
+    return (
+        weight.out_features % TILE_ROWS == 0
+        and not (form.is_bytes or form.high_bits or form.block_factors)
+        and all(each.dtype == np.float16 and each.shape[-1] == blocks for each in numbers)
+    )
+
+
+def tiled(weight: BlockQuantWeight) -> BlockQuantWeight:
+    """The same weight (numpy) in tiles of 16 rows: quants [*stack, out/16, in/2 * 16], scales and mins [*stack, out/16,
+    in/32 * 16].
+
+    A tile has, for every block, the 16 bytes of quants of each row and apart from them the scale and the min of each
+    row. The quants of four rows that are four apart follow each other, so that a vector of 64 bytes has them.
+    """
+    *stack, out_features, row_bytes = weight.quants.shape
+    tiles, blocks = out_features // TILE_ROWS, row_bytes // 16
+    # In units of 16 bytes, of which only complex numbers are.
+    quants = np.asarray(weight.quants).view(np.complex128).reshape(*stack, tiles, 4, 4, blocks)
+    quants = np.ascontiguousarray(np.moveaxis(quants, (-1, -2), (-3, -2)))
+
+    def numbers(rows: Array) -> np.ndarray:
+        by_row = np.asarray(rows).reshape(*stack, tiles, TILE_ROWS, blocks)
+        return np.ascontiguousarray(by_row.swapaxes(-1, -2)).reshape(*stack, tiles, -1)
+
+    return dataclasses.replace(
+        weight,
+        quants=quants.view(np.uint8).reshape(*stack, tiles, -1),
+        scales=numbers(weight.scales),
+        mins=None if weight.mins is None else numbers(weight.mins),
+        in_tiles=True,
+    )
+
+
+def untiled(weight: BlockQuantWeight) -> BlockQuantWeight:
+    """A weight in tiles, row by row again; one that is so already as it is."""
+    if not weight.in_tiles:
+        return weight
+    *stack, tiles, _ = weight.quants.shape
+    blocks = weight.in_features // BLOCK_SIZE
+    rows = (*stack, tiles * TILE_ROWS)
+
+    def numbers(by_block: Array) -> Array:
+        return by_block.reshape(*stack, tiles, blocks, TILE_ROWS).swapaxes(-1, -2).reshape(*rows, blocks)
+
+    quants = weight.quants.reshape(*stack, tiles, blocks, 4, 4, BLOCK_SIZE // 2)
+    axes = len(stack) + np.array([0, 3, 2, 1, 4])
+    return dataclasses.replace(
+        weight,
+        quants=quants.transpose(*range(len(stack)), *axes.tolist()).reshape(*rows, -1),
+        scales=numbers(weight.scales),
+        mins=None if weight.mins is None else numbers(weight.mins),
+        in_tiles=False,
+    )
+
+
 def dequantize(weight: StoredWeight, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The values [*stack, out, in], computed in float32 and rounded once to `dtype`."""
     if isinstance(weight, DenseWeight):
         return jnp.asarray(weight.values).astype(dtype)
+    weight = untiled(weight)
     runs = weight.in_features // BLOCK_SIZE * max(1, FORMS[weight.kind].block_factors)
     quants = _unpack_quants(weight).astype(jnp.float32)
     values = quants.reshape(*quants.shape[:-1], runs, -1) * _per_run(weight.scales, weight.scale_factors, runs)

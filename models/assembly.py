@@ -118,10 +118,12 @@ def assemble(
             check_slices(path, shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), quantized)
     total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
     memory = WeightMemory()
+    # A slice of a mesh's may cut sixteen rows.
+    in_tiles = mesh is None and jax.default_backend() == "cpu"
     parameters: dict[str, Any] = {}
     for path, (shape, is_matrix, split) in shapes.items():
         order = rows[path].order if path in rows else None
-        reader = StackReader(checkpoint, tensors[path], shape[: _stack_depth(names[path])], order, memory)
+        reader = StackReader(checkpoint, tensors[path], shape[: _stack_depth(names[path])], order, memory, in_tiles)
         if is_matrix:
             parts = [
                 _place(

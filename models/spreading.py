@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kv_kernels.tensor_parallel import TensorMesh
-from kv_kernels.weights import Array, BlockQuantWeight, DenseWeight, MixedWeight, StoredWeight, take_columns
+from kv_kernels.weights import Array, BlockQuantWeight, DenseWeight, MixedWeight, StoredWeight, take_columns, untiled
 from models.assembly import ParameterShape, by_path, insert
 from models.placement import Index, check_slices, place_slices
 
@@ -50,7 +50,7 @@ def _spread(leaf: Array | StoredWeight | MixedWeight, sharding: NamedSharding, m
     if isinstance(leaf, DenseWeight):
         return DenseWeight(_spread(leaf.values, sharding, mesh))
     if isinstance(leaf, BlockQuantWeight):
-        host = jax.tree.map(np.asarray, leaf)
+        host = untiled(jax.tree.map(np.asarray, leaf))
         shape = (*leaf.stack, leaf.out_features, leaf.in_features)
         return place_slices(shape, sharding, lambda index: _cut(host, index))
     return place_slices(leaf.shape, sharding, np.asarray(leaf).__getitem__)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, can_be_tiled, dequantize, tiled
 from models.checkpoint import Checkpoint, CheckpointError, Tensor
 from models.placement import Index
 from models.weight_memory import WeightMemory
@@ -30,6 +30,7 @@ _CHUNK_NUMBERS = 1 << 22
 class StackReader:
     """Reads the tensors `names` of a parameter, whose first axes, of sizes `stack`, count them: layers, or layers and
     experts, or none. `row_order` [rows] are the tensors' rows that make up the parameter's; None for all as they are.
+    `in_tiles`: quantized weights that can be are laid in tiles.
     """
 
     checkpoint: Checkpoint
@@ -37,6 +38,7 @@ class StackReader:
     stack: tuple[int, ...]
     row_order: np.ndarray | None
     memory: WeightMemory
+    in_tiles: bool
 
     def by_storage(self) -> list[StackReader]:
         """Readers of the entries of the first axis that are stored in one way, in the order of their first ones."""
@@ -78,11 +80,10 @@ class StackReader:
         if len(kinds) > 1 or kinds == ["dense"]:
             return DenseWeight(self._dense(index, dtype))
         names, part = self._names_in(index), index[len(self.stack) :]
-        first = self._read(names[0], part)
-        assert isinstance(first, BlockQuantWeight)
+        first = self._read_quantized(names[0], part)
         stack = jax.tree.map(lambda part: self.memory.empty((len(names), *part.shape), part.dtype), first)
         for number, name in enumerate(names):
-            tensor = self._read(name, part) if number else first
+            tensor = self._read_quantized(name, part) if number else first
             jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
             self.checkpoint.release()
         counts = [each.stop - each.start for each in index[: len(self.stack)]]
@@ -121,6 +122,11 @@ class StackReader:
         if offset:
             values += np.float32(offset)
         return values
+
+    def _read_quantized(self, name: str, index: Index) -> BlockQuantWeight:
+        tensor = self._read(name, index)
+        assert isinstance(tensor, BlockQuantWeight)
+        return tiled(tensor) if self.in_tiles and can_be_tiled(tensor) else tensor
 
     def _read(self, name: str, index: Index) -> Tensor:
         if self.row_order is None:

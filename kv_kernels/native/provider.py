@@ -202,4 +202,6 @@ def _storage(weight: StoredWeight) -> tuple[Any, ...]:
 
 
 def _kind(weight: StoredWeight) -> str:
-    return "dense" if isinstance(weight, DenseWeight) else weight.kind
+    if isinstance(weight, DenseWeight):
+        return "dense"
+    return f"{weight.kind}_tiles" if weight.in_tiles else weight.kind

@@ -12,13 +12,17 @@ from paged_case import PagedCase, make_case, plan_shape
 
 from kv_kernels.native import NativeProvider, load_library
 from kv_kernels.provider import PoolPair, Scoring
-from kv_kernels.weights import BLOCK_SIZE, FORMS, BlockQuantWeight, DenseWeight, Weight
+from kv_kernels.weights import BLOCK_SIZE, FORMS, TILE_ROWS, BlockQuantWeight, DenseWeight, Weight, tiled
 
 DENSE_KINDS = ("float32", "bfloat16", "float16")
-QUANT_KINDS = ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "f8_e4m3", "q8_0/groups", "q4_1/groups")
-"""With `/groups`: float32 scales and mins of groups of more than one block, as checkpoints other than GGUF have."""
+QUANT_KINDS = (
+    *("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q5_k", "q6_k", "f8_e4m3"),
+    *("q8_0/groups", "q4_1/groups", "q4_0/tiles", "q4_1/tiles"),
+)
+"""With `/groups`: float32 scales and mins of groups of more than one block, as checkpoints other than GGUF have. With
+`/tiles`: sixteen rows together."""
 
-FEW_QUANT_KINDS = ("q8_0", "q4_1", "q6_k", "q4_1/groups")
+FEW_QUANT_KINDS = ("q8_0", "q4_1", "q6_k", "q4_1/groups", "q4_1/tiles")
 """For what is around a product: one of each way to unpack."""
 
 AVAILABLE_LEVELS = tuple(load_library().levels())
@@ -41,11 +45,16 @@ def running(*, level: str | None = None, threads: int = 0) -> Iterator[None]:
 
 
 def random_weight(seed: int, kind: str, *stack: int, out_features: int, in_features: int) -> Weight:
-    """A weight [*stack, out, in]; a quantized one has in_features rounded up to whole blocks."""
+    """A weight [*stack, out, in]; a quantized one has in_features rounded up to whole blocks, one in tiles out_features
+    to whole tiles.
+    """
     rng = np.random.default_rng(seed)
     if kind in DENSE_KINDS:
         return DenseWeight(jnp.asarray(rng.standard_normal((*stack, out_features, in_features), np.float32), kind))
-    kind, _, grouped = kind.partition("/")
+    kind, _, way = kind.partition("/")
+    grouped = way == "groups"
+    if way == "tiles":
+        out_features = -(-out_features // TILE_ROWS) * TILE_ROWS
     form, blocks, rows = FORMS[kind], -(-in_features // BLOCK_SIZE), (*stack, out_features)
     groups = blocks
     if form.block_factors or grouped:
@@ -62,7 +71,7 @@ def random_weight(seed: int, kind: str, *stack: int, out_features: int, in_featu
     else:
         quants = integers(-128, 128, 32, np.int8) if form.is_bytes else integers(0, 256, 16, np.uint8)
     factors = form.block_factors
-    return BlockQuantWeight(
+    weight = BlockQuantWeight(
         quants,
         scales,
         mins,
@@ -71,6 +80,7 @@ def random_weight(seed: int, kind: str, *stack: int, out_features: int, in_featu
         scale_factors=integers(-31 if factors == 2 else 0, 32, factors, np.int8) if factors else None,
         min_factors=integers(0, 32, factors, np.int8) if factors and form.has_mins else None,
     )
+    return jax.tree.map(jnp.asarray, tiled(weight)) if way == "tiles" else weight
 
 
 def attend(

@@ -176,11 +176,12 @@ def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, token
 @pytest.mark.parametrize("kind", KINDS)
 def test_embedding_rows_are_the_reference_rows_bit_for_bit(kind, level):
     weight = random_weight(7, kind, out_features=40, in_features=800)
-    ids = jnp.asarray([0, 39, 5, 5, -3, 41], jnp.int32)
+    last = weight.out_features - 1
+    ids = jnp.asarray([0, 39, 5, 5, -3, last + 2], jnp.int32)
     with running(level=level):
         got = np.asarray(NATIVE.embed(ids, weight))
     table = np.asarray(values_of(weight))
-    np.testing.assert_allclose(got, table[[0, 39, 5, 5, 0, 39]], rtol=2e-7, atol=1e-7)
+    np.testing.assert_allclose(got, table[[0, 39, 5, 5, 0, last]], rtol=2e-7, atol=1e-7)
 
 
 def test_a_loop_over_a_stack_copies_no_weights():
@@ -243,3 +244,21 @@ def test_quants_without_their_scales_are_an_error():
         call_linear(x, layer, weight.quants, weight.scales, results=results, kinds="q4_1")
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"scales has 1 x 8 x 2 numbers for quants of 1 x 8 x 96"):
         call_linear(x, layer, weight.quants, weight.scales[:, :2], weight.mins, results=results, kinds="q4_1")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda q, s, m: (q[:, :800], s, m), "weight has 800 bytes in sixteen rows, wanted a multiple of 256"),
+        (lambda q, s, m: (q, s[:, :32], m), "scales has 1 x 2 x 32 numbers, wanted 1 x 2 x 64"),
+        (lambda q, s, m: (q, s, m[:1]), "mins has 1 x 1 x 64 numbers, wanted 1 x 2 x 64"),
+        (lambda q, s, m: (q, s.astype(jnp.float32), m), "scales is float32, wanted float16"),
+        (lambda q, s, m: (q, s), "mins is missing, or is not an array: 2 parts are given"),
+    ],
+)
+def test_tiles_of_a_wrong_size_are_an_error(break_it, message):
+    weight = random_weight(12, "q4_1/tiles", out_features=32, in_features=128)
+    parts = break_it(weight.quants, weight.scales, weight.mins)
+    results = [jax.ShapeDtypeStruct((3, 32), jnp.float32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call_linear(activations(13, 3, 128), jnp.zeros((), jnp.int32), *parts, results=results, kinds="q4_1_tiles")

@@ -21,7 +21,7 @@ KINDS = (*DENSE_KINDS, *FEW_QUANT_KINDS)
 
 def affine(seed: int, kind: str, out_features: int, in_features: int, bias: bool, layers: int = 2) -> Affine:
     weight = random_weight(seed, kind, layers, out_features=out_features, in_features=in_features)
-    return Affine(weight, activations(seed + 1, layers, out_features) if bias else None)
+    return Affine(weight, activations(seed + 1, layers, weight.out_features) if bias else None)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "activation"))
@@ -77,7 +77,7 @@ def test_a_residual_is_added_before_the_only_rounding(level, dtype):
 @pytest.mark.parametrize("kind", ["float32", "q4_1"])
 def test_a_token_has_the_same_bits_in_any_batch_and_at_any_thread_count(kind, level):
     gate, up = affine(1, kind, 75, 1600, bias=False), affine(2, kind, 75, 1600, bias=False)
-    x, norm, residual = activations(3, 200, 1600), norm_of(4, 1600), activations(5, 200, 75)
+    x, norm, residual = activations(3, 200, 1600), norm_of(4, 1600), activations(5, 200, gate.weight.out_features)
 
     def passes(first: int, last: int) -> list[jax.Array]:
         part = x[first:last]

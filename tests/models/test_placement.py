@@ -8,7 +8,7 @@ from model_files import copy_case, write_gguf
 
 from benchmarks.random_llama import write_random_llama
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
-from kv_kernels.weights import BlockQuantWeight
+from kv_kernels.weights import BlockQuantWeight, untiled
 from models import load_model
 from models.gguf_loader import GgufCheckpoint
 from models.safetensors_loader import SafetensorsCheckpoint
@@ -57,8 +57,16 @@ def test_every_parameter_goes_where_the_table_says(golden):
 def test_the_slices_of_a_gguf_put_together_are_the_whole(storage, golden, tmp_path):
     path = write_gguf(golden / "llama", tmp_path / "tiny.gguf", storage=lambda name: storage)
     whole, spread = (load_model(path, tensor_parallel=width) for width in (1, 2))
-    assert isinstance(spread.params["layers"]["mlp"]["down"]["weight"], BlockQuantWeight) == (storage != "F32")
-    for expected, got in zip(jax.tree.leaves(whole.params), jax.tree.leaves(spread.params), strict=True):
+    down = whole.params["layers"]["mlp"]["down"]["weight"]
+    assert isinstance(down, BlockQuantWeight) == (storage != "F32")
+    assert getattr(down, "in_tiles", False) == (storage == "Q4_1")  # which slices are not
+    by_row = jax.tree.map(
+        lambda leaf: untiled(leaf) if isinstance(leaf, BlockQuantWeight) else leaf,
+        whole.params,
+        is_leaf=lambda leaf: isinstance(leaf, BlockQuantWeight),
+    )
+    assert jax.tree.structure(by_row) == jax.tree.structure(spread.params)
+    for expected, got in zip(jax.tree.leaves(by_row), jax.tree.leaves(spread.params), strict=True):
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
 

@@ -221,6 +221,8 @@ void narrow_product(const WeightView& weight, const float* packed, int64_t token
     JAXKV_KIND(kQ8_0)
     JAXKV_KIND(kQ4_0)
     JAXKV_KIND(kQ4_1)
+    JAXKV_KIND(kQ4_0Tiles)
+    JAXKV_KIND(kQ4_1Tiles)
     JAXKV_KIND(kBytes)
     JAXKV_KIND(kNibbles)
     JAXKV_KIND(kFiveBits)

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kStep = 32;  // of k: what one tile takes
 
 constexpr bool has_nibbles(WeightKind kind) {
-  return kind == WeightKind::kQ4_0 || kind == WeightKind::kQ4_1 || kind == WeightKind::kNibbles;
+  return is_quantized(kind) && kind != WeightKind::kQ8_0;
 }
 
 // Tokens are cut in tiles of one height. Packed x is [tiles][steps][16 pairs of k][height] of pairs of bf16. A step has
@@ -64,8 +64,8 @@ inline void narrow_nibbles(__m256i quants, __m512 scale, __m512 min, __m512 next
 // Scales and mins of sixteen rows, of as many blocks as are read together.
 struct NarrowScales {
   static constexpr int64_t kBlocks = 16;
-  alignas(64) float scales[kTileOutputs][kBlocks];
-  alignas(64) float mins[kTileOutputs][kBlocks];
+  alignas(64) float scales[kBlocks][kTileOutputs];
+  alignas(64) float mins[kBlocks][kTileOutputs];
 };
 
 // Sixteen rows of a weight, from `first_output` on, as tiles [16 rows][32] of bf16.
@@ -81,7 +81,12 @@ class NarrowRows {
   void read_scales(int64_t first, int64_t steps, NarrowScales* to) const {
     const int64_t left = weight_->in_features / kQuantBlock - first, most = steps < left ? steps : left;
     const int64_t blocks = most < NarrowScales::kBlocks ? most : NarrowScales::kBlocks;
-    if constexpr (is_quantized(kKind)) rows_.read_scales(first, blocks, to->scales, to->mins);
+    if constexpr (is_quantized(kKind)) {
+      for (int64_t run = 0; run < blocks; run += kScaleRun) {
+        const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
+        rows_.unpack_scales(first + run, count, to->scales + run, to->mins + run);
+      }
+    }
   }
   void prefetch_ahead(int64_t step, int64_t tiles) const {
     if constexpr (is_quantized(kKind)) rows_.prefetch_ahead(step, tiles);
@@ -100,18 +105,17 @@ class NarrowRows {
  private:
   void unpack_nibbles(int64_t block, const NarrowScales& scales, int64_t at, char* tiles) const {
     const bool single = (block + 1) * kQuantBlock == weight_->in_features;  // the second is met by zeros of x
-    const int64_t next = single ? at : at + 1;
+    const int64_t next = single ? at : at + 1, beyond = single ? 0 : TileRows<kKind>::kBlockStride;
     for (int64_t i = 0; i < kTileOutputs; ++i) {
-      const __m512 scale = _mm512_set1_ps(scales.scales[i][at]), next_scale = _mm512_set1_ps(scales.scales[i][next]);
+      const __m512 scale = _mm512_set1_ps(scales.scales[at][i]), next_scale = _mm512_set1_ps(scales.scales[next][i]);
       __m512 min, next_min;
       if constexpr (has_mins(kKind)) {
-        min = _mm512_set1_ps(scales.mins[i][at]), next_min = _mm512_set1_ps(scales.mins[i][next]);
+        min = _mm512_set1_ps(scales.mins[at][i]), next_min = _mm512_set1_ps(scales.mins[next][i]);
       } else {
         min = _mm512_mul_ps(scale, _mm512_set1_ps(-8)), next_min = _mm512_mul_ps(next_scale, _mm512_set1_ps(-8));
       }
-      const uint8_t* quants = rows_.values()[i] + block * 16;
-      const __m256i two = single ? _mm256_broadcastsi128_si256(load_16_bytes(quants))
-                                 : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(quants));
+      const uint8_t* quants = rows_.quants(i, block);
+      const __m256i two = _mm256_set_m128i(load_16_bytes(quants + beyond), load_16_bytes(quants));
       __m512i low, high;
       narrow_nibbles(two, scale, min, next_scale, next_min, &low, &high);
       _mm512_store_si512(tiles + i * 64, low);
@@ -120,8 +124,8 @@ class NarrowRows {
   }
   void unpack_bytes(int64_t block, const NarrowScales& scales, int64_t at, char* tile) const {
     for (int64_t i = 0; i < kTileOutputs; ++i) {
-      const __m512 scale = _mm512_set1_ps(scales.scales[i][at]);
-      const uint8_t* quants = rows_.values()[i] + block * kQuantBlock;
+      const __m512 scale = _mm512_set1_ps(scales.scales[at][i]);
+      const uint8_t* quants = rows_.quants(i, block);
       const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16_bytes(quants)));
       const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16_bytes(quants + 16)));
       _mm512_store_si512(tile + i * 64, narrowed(_mm512_mul_ps(low, scale), _mm512_mul_ps(high, scale)));

@@ -18,7 +18,7 @@ constexpr int64_t kFewTokens = 4;  // are multiplied by vectors: their tiles wou
 
 // What makes the unsigned quants that the vector instruction takes of a kind's quants.
 constexpr int quant_offset(WeightKind kind) {
-  return kind == WeightKind::kQ8_0 ? 128 : kind == WeightKind::kQ4_0 ? 8 : 0;
+  return kind == WeightKind::kQ8_0 ? 128 : row_kind(kind) == WeightKind::kQ4_0 ? 8 : 0;
 }
 
 // Tokens are cut in tiles of one height. Packed x is [tiles][blocks][digit, lowest first][height][row_bytes]: digits as

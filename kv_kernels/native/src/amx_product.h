@@ -35,11 +35,11 @@ inline void multiply_few(const TileRows<kKind>& rows, int64_t first, int64_t blo
                          const float* numbers, float* results) {
   __m512 acc[kHeight];
   load_results<kHeight>(first, results, acc);
-  rows.unpack_scales(first, blocks, weight);
+  rows.unpack_scales(first, blocks, weight->scales, weight->mins);
   for (int64_t block = 0; block < blocks; ++block, numbers += TokenTiles::kFewNumbers * kHeight) {
     __m512i values[kBlockVectors];
     rows.prefetch_ahead(first + block, 1);
-    unpack_unsigned<kKind>(rows.values(), first + block, values);
+    unpack_unsigned(rows, first + block, values);
 #pragma GCC unroll 4
     for (int t = 0; t < kHeight; ++t) {
       __m512i sums[kDigits];
@@ -166,10 +166,10 @@ void multiply_by_tiles(const TileRows<kKind>* rows, int64_t output_tiles, const 
     for (int64_t first = 0; first < x.shape.blocks; first += kRunBlocks) {
       const int64_t blocks = x.shape.blocks - first < kRunBlocks ? x.shape.blocks - first : kRunBlocks;
       for (int64_t i = output; i < last; ++i) {
-        rows[i].unpack_scales(first, blocks, &unpacked[i]);
+        rows[i].unpack_scales(first, blocks, unpacked[i].scales, unpacked[i].mins);
         for (int64_t block = 0; block < blocks; ++block) {
           rows[i].prefetch_ahead(first + block, together);
-          unpack_tile<kKind>(rows[i].values(), first + block, unpacked[i].tiles[block]);
+          unpack_tile(rows[i], first + block, unpacked[i].tiles[block]);
         }
       }
       for (int64_t tile = 0; tile < x.shape.tiles; tile += 2) {
@@ -241,6 +241,10 @@ void amx_product(const WeightView& weight, const float* packed, int64_t tokens, 
       return multiply_kind<WeightKind::kQ4_0>(weight, packed, tokens, first_output, outputs, results);
     case WeightKind::kQ4_1:
       return multiply_kind<WeightKind::kQ4_1>(weight, packed, tokens, first_output, outputs, results);
+    case WeightKind::kQ4_0Tiles:
+      return multiply_kind<WeightKind::kQ4_0Tiles>(weight, packed, tokens, first_output, outputs, results);
+    case WeightKind::kQ4_1Tiles:
+      return multiply_kind<WeightKind::kQ4_1Tiles>(weight, packed, tokens, first_output, outputs, results);
     case WeightKind::kNibbles:
       return multiply_kind<WeightKind::kNibbles>(weight, packed, tokens, first_output, outputs, results);
     default: return avx512_kernels().products.product(weight, packed, tokens, first_output, outputs, results);

@@ -13,49 +13,61 @@ struct Unpacked {
   alignas(64) float mins[kScaleRun][kTileOutputs];
 };
 
-constexpr bool has_mins(WeightKind kind) { return kind == WeightKind::kQ4_1 || kind == WeightKind::kNibbles; }
+constexpr bool has_mins(WeightKind kind) {
+  return row_kind(kind) == WeightKind::kQ4_1 || kind == WeightKind::kNibbles;
+}
 
 // Sixteen rows of a weight; those past the last one repeat it, and their results are of no use.
-template <WeightKind kKind>
+template <WeightKind kRowsKind>
 class TileRows {
  public:
+  static constexpr WeightKind kKind = kRowsKind;
+  static constexpr int64_t kBlockStride = in_tiles(kKind) ? WeightTile::kBlockBytes : block_bytes(kKind);
+
   TileRows() = default;
   TileRows(const WeightView& weight, int64_t output) : weight_(&weight), blocks_(weight.in_features / kQuantBlock) {
     for (int64_t i = 0; i < kTileOutputs; ++i) {
       rows_[i] = output + i < weight.out_features ? output + i : weight.out_features - 1;
-      values_[i] = static_cast<const uint8_t*>(weight.values) + rows_[i] * blocks_ * block_bytes(kKind);
-      if constexpr (kKind != WeightKind::kNibbles) scales_[i] = weight.scales + rows_[i] * blocks_;
-      if constexpr (kKind == WeightKind::kQ4_1) mins_[i] = weight.mins + rows_[i] * blocks_;
+      const auto* values = static_cast<const uint8_t*>(weight.values);
+      const int64_t first = in_tiles(kKind) ? output * blocks_ : rows_[i] * blocks_;
+      values_[i] = values + first * block_bytes(kKind) + (in_tiles(kKind) ? WeightTile::offset(i) : 0);
+      if constexpr (kKind != WeightKind::kNibbles) scales_[i] = weight.scales + first;
+      if constexpr (row_kind(kKind) == WeightKind::kQ4_1) mins_[i] = weight.mins + first;
     }
   }
-  const uint8_t* const* values() const { return values_; }
-  void unpack_scales(int64_t first, int64_t blocks, Unpacked* to) const {
+  // A row's quants in a block.
+  const uint8_t* quants(int64_t row, int64_t block) const { return values_[row] + block * kBlockStride; }
+  // Sixteen bytes of a block's quants, the first or the second: number o of out[q] has bytes 4q to 4q + 3 of row o.
+  void turned_quants(int64_t block, int64_t sixteen, __m512i* out) const {
+    __m512i v[4];
+    const int64_t at = block * kBlockStride + 16 * sixteen;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (in_tiles(kKind)) {
+        v[i] = _mm512_loadu_si512(values_[0] + at + 64 * i);
+      } else {
+        v[i] = _mm512_castsi128_si512(load_16_bytes(values_[i] + at));
+        v[i] = _mm512_inserti32x4(v[i], load_16_bytes(values_[4 + i] + at), 1);
+        v[i] = _mm512_inserti32x4(v[i], load_16_bytes(values_[8 + i] + at), 2);
+        v[i] = _mm512_inserti32x4(v[i], load_16_bytes(values_[12 + i] + at), 3);
+      }
+    }
+    turn(v, out);
+  }
+  // Scales and mins of blocks [first, first + blocks), at most kScaleRun: [blocks][16 rows].
+  void unpack_scales(int64_t first, int64_t blocks, float (*scales)[kTileOutputs], float (*mins)[kTileOutputs]) const {
     if constexpr (kKind == WeightKind::kNibbles) {
-      unpack_group_numbers(weight_->group_scales, rows_, blocks_, first, blocks, to->scales[0]);
+      unpack_group_numbers(weight_->group_scales, rows_, blocks_, first, blocks, scales[0]);
       if (weight_->group_mins.numbers != nullptr) {
-        unpack_group_numbers(weight_->group_mins, rows_, blocks_, first, blocks, to->mins[0]);
+        unpack_group_numbers(weight_->group_mins, rows_, blocks_, first, blocks, mins[0]);
       } else {
         const __m512 offset = _mm512_set1_ps(-weight_->offset);
         for (int64_t i = 0; i < blocks; ++i)
-          _mm512_store_ps(to->mins[i], _mm512_mul_ps(offset, _mm512_load_ps(to->scales[i])));
+          _mm512_storeu_ps(mins[i], _mm512_mul_ps(offset, _mm512_loadu_ps(scales[i])));
       }
     } else {
-      jaxkv::unpack_scales(scales_, blocks_, first, blocks, to->scales[0]);
-      if constexpr (has_mins(kKind)) jaxkv::unpack_scales(mins_, blocks_, first, blocks, to->mins[0]);
-    }
-  }
-  // Those of at most sixteen blocks, [row][16].
-  void read_scales(int64_t first, int64_t blocks, float (*scales)[16], float (*mins)[16]) const {
-    if constexpr (kKind == WeightKind::kNibbles) {
-      read_group_scales(first, blocks, scales, mins);
-    } else {
-      const __mmask16 present = static_cast<__mmask16>((1 << blocks) - 1);
-      const auto read = [&](const uint16_t* const* rows, float (*to)[16]) {
-        for (int64_t i = 0; i < kTileOutputs; ++i)
-          _mm512_store_ps(to[i], _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(present, rows[i] + first)));
-      };
-      read(scales_, scales);
-      if constexpr (has_mins(kKind)) read(mins_, mins);
+      unpack_numbers(scales_, first, blocks, scales);
+      if constexpr (has_mins(kKind)) unpack_numbers(mins_, first, blocks, mins);
     }
   }
   // Asks for what a block is in rows that come `tiles` times sixteen after these; which of them is which does not matter.
@@ -65,21 +77,18 @@ class TileRows {
     for (int64_t i = 0; i < kTileOutputs * block_bytes(kKind); i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
     if constexpr (kKind == WeightKind::kNibbles) return;
     _mm_prefetch(scales_[0] + at, _MM_HINT_T0);
-    if constexpr (kKind == WeightKind::kQ4_1) _mm_prefetch(mins_[0] + at, _MM_HINT_T0);
+    if constexpr (row_kind(kKind) == WeightKind::kQ4_1) _mm_prefetch(mins_[0] + at, _MM_HINT_T0);
   }
 
  private:
-  void read_group_scales(int64_t first, int64_t blocks, float (*scales)[16], float (*mins)[16]) const {
-    Unpacked by_block;
-    for (int64_t run = 0; run < blocks; run += kScaleRun) {
-      const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
-      unpack_scales(first + run, count, &by_block);
-      for (int64_t i = 0; i < kTileOutputs; ++i) {
-        for (int64_t block = 0; block < count; ++block) {
-          scales[i][run + block] = by_block.scales[block][i];
-          mins[i][run + block] = by_block.mins[block][i];
-        }
+  void unpack_numbers(const uint16_t* const* rows, int64_t first, int64_t blocks, float (*to)[kTileOutputs]) const {
+    if constexpr (in_tiles(kKind)) {
+      for (int64_t i = 0; i < blocks; ++i) {
+        const void* halves = rows[0] + (first + i) * kTileOutputs;
+        _mm512_storeu_ps(to[i], _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(halves))));
       }
+    } else {
+      turn_scales(rows, blocks_, first, blocks, to[0]);
     }
   }
 

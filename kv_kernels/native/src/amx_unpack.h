@@ -9,29 +9,21 @@
 namespace jaxkv {
 namespace {
 
-constexpr int64_t kTileOutputs = 16;
+constexpr int64_t kTileOutputs = WeightTile::kRows;
 constexpr int64_t kScaleRun = 8;     // scales of a row that are read together
 constexpr int64_t kBlockVectors = 8;  // of a block
 
 constexpr bool is_quantized(WeightKind kind) {
-  return kind == WeightKind::kQ8_0 || kind == WeightKind::kQ4_0 || kind == WeightKind::kQ4_1 ||
-         kind == WeightKind::kNibbles;
+  const WeightKind row = row_kind(kind);
+  return row == WeightKind::kQ8_0 || row == WeightKind::kQ4_0 || row == WeightKind::kQ4_1 || row == WeightKind::kNibbles;
 }
 constexpr int64_t block_bytes(WeightKind kind) { return kind == WeightKind::kQ8_0 ? 32 : 16; }
 
 inline __m128i load_16_bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
-// Sixteen bytes of sixteen rows: number o of out[q] has bytes 4q to 4q + 3 of row o.
-inline void transpose_bytes(const uint8_t* const* rows, int64_t offset, __m512i* out) {
-  const auto row = [&](int i) { return load_16_bytes(rows[i] + offset); };
-  __m512i v[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    v[i] = _mm512_castsi128_si512(row(i));
-    v[i] = _mm512_inserti32x4(v[i], row(4 + i), 1);
-    v[i] = _mm512_inserti32x4(v[i], row(8 + i), 2);
-    v[i] = _mm512_inserti32x4(v[i], row(12 + i), 3);
-  }
+// Sixteen bytes of sixteen rows, of rows i, 4 + i, 8 + i and 12 + i in v[i]: number o of out[q] has bytes 4q to 4q + 3 of
+// row o.
+inline void turn(const __m512i* v, __m512i* out) {
   const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
   const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
   out[0] = _mm512_unpacklo_epi64(a, c);
@@ -41,11 +33,11 @@ inline void transpose_bytes(const uint8_t* const* rows, int64_t offset, __m512i*
 }
 
 // A block as bytes, quants raised by the kind's offset: number o of vector q has elements 4q to 4q + 3 of output o.
-template <WeightKind kKind>
-inline void unpack_unsigned(const uint8_t* const* rows, int64_t block, __m512i* out) {
-  transpose_bytes(rows, block * block_bytes(kKind), out);
-  if constexpr (kKind == WeightKind::kQ8_0) {
-    transpose_bytes(rows, block * block_bytes(kKind) + 16, out + 4);
+template <class Rows>
+inline void unpack_unsigned(const Rows& rows, int64_t block, __m512i* out) {
+  rows.turned_quants(block, 0, out);
+  if constexpr (Rows::kKind == WeightKind::kQ8_0) {
+    rows.turned_quants(block, 1, out + 4);
     for (int i = 0; i < kBlockVectors; ++i) out[i] = _mm512_xor_si512(out[i], _mm512_set1_epi8(-128));
   } else {
     const __m512i low = _mm512_set1_epi8(15);
@@ -76,9 +68,7 @@ alignas(64) constexpr uint16_t kSignedNibbles[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
-inline void unpack_nibbles(const uint8_t* const* rows, int64_t block, const uint16_t* values, char* tile) {
-  __m512i bytes[4];
-  transpose_bytes(rows, block * 16, bytes);
+inline void unpack_nibbles(const __m512i* bytes, const uint16_t* values, char* tile) {
   const __m512i table = _mm512_load_si512(values);
 #pragma GCC unroll 4
   for (int n = 0; n < 4; ++n) {
@@ -96,10 +86,7 @@ inline __m512i paired(__m512 low, __m512 high) {
   return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
 }
 
-inline void unpack_signed_bytes(const uint8_t* const* rows, int64_t block, char* tile) {
-  __m512i low[4], high[4];
-  transpose_bytes(rows, block * 32, low);
-  transpose_bytes(rows, block * 32 + 16, high);
+inline void unpack_signed_bytes(const __m512i* low, const __m512i* high, char* tile) {
   const auto number = [](__m512i bytes, int n) __attribute__((always_inline)) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * n), 24));
   };
@@ -113,17 +100,21 @@ inline void unpack_signed_bytes(const uint8_t* const* rows, int64_t block, char*
 }
 
 // A block as a tile of bf16, in which every quant is exact: row j has elements j and j + 16 of every output.
-template <WeightKind kKind>
-inline void unpack_tile(const uint8_t* const* rows, int64_t block, char* tile) {
-  if constexpr (kKind == WeightKind::kQ4_0) return unpack_nibbles(rows, block, kSignedNibbles, tile);
-  if constexpr (kKind == WeightKind::kQ4_1 || kKind == WeightKind::kNibbles)
-    return unpack_nibbles(rows, block, kNibbles, tile);
-  if constexpr (kKind == WeightKind::kQ8_0) return unpack_signed_bytes(rows, block, tile);
+template <class Rows>
+inline void unpack_tile(const Rows& rows, int64_t block, char* tile) {
+  __m512i bytes[8];
+  rows.turned_quants(block, 0, bytes);
+  if constexpr (Rows::kKind == WeightKind::kQ8_0) {
+    rows.turned_quants(block, 1, bytes + 4);
+    unpack_signed_bytes(bytes, bytes + 4, tile);
+  } else {
+    unpack_nibbles(bytes, row_kind(Rows::kKind) == WeightKind::kQ4_0 ? kSignedNibbles : kNibbles, tile);
+  }
 }
 
 // Scales (or mins) of blocks [first, first + blocks), at most kScaleRun, of sixteen rows that are `row_blocks` long:
 // out [blocks][16].
-inline void unpack_scales(const uint16_t* const* rows, int64_t row_blocks, int64_t first, int64_t blocks, float* out) {
+inline void turn_scales(const uint16_t* const* rows, int64_t row_blocks, int64_t first, int64_t blocks, float* out) {
   alignas(64) static constexpr uint16_t kFourRows[32] = {0, 8,  16, 24, 1, 9,  17, 25, 2, 10, 18, 26, 3, 11, 19, 27,
                                                          4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31};
   const __m512i order = _mm512_load_si512(kFourRows);

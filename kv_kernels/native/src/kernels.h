@@ -12,7 +12,10 @@ namespace jaxkv {
 enum class Element { kF32, kF16, kBF16 };
 // The first three quantized kinds have a float16 for every block of 32. The others have numbers for groups of any size,
 // to be multiplied by small integers or not: kBytes, kNibbles, kFiveBits, kSixBits by what a quant takes, kFloat8 by e4m3.
-enum class WeightKind { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kBytes, kNibbles, kFiveBits, kSixBits, kFloat8 };
+// Of kQ4_0Tiles and kQ4_1Tiles sixteen rows lie together, see WeightTile.
+enum class WeightKind {
+  kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ4_0Tiles, kQ4_1Tiles, kBytes, kNibbles, kFiveBits, kSixBits, kFloat8
+};
 
 constexpr int64_t kQuantBlock = 32;     // elements that share a scale
 constexpr int64_t kMaxPanel = 768;      // elements of `in` reduced in one run; such runs are added in order
@@ -23,6 +26,24 @@ constexpr int64_t kUnpackedGroups = 2;  // row groups that are unpacked together
 constexpr int64_t kKeyBlock = 64;       // keys that share a rescaling of the softmax, counted from position 0
 constexpr int64_t kSplitKeys = 512;     // keys whose sums are taken apart and then merged, counted from position 0
 constexpr int64_t kStridePadding = 16;  // floats between packed rows, against cache-set conflicts
+
+// Sixteen rows of four-bit weights, block after block: the quants of a block of every row, then those of the next, and
+// apart from them the scales (or mins) of a block of every row, then those of the next. Scales lie in the order of the
+// rows. Quants lie in the order in which vectors turn them: what four rows that are four apart have is one vector.
+struct WeightTile {
+  static constexpr int64_t kRows = 16;
+  static constexpr int64_t kQuantBytes = 16;  // of a row's block
+  static constexpr int64_t kBlockBytes = kRows * kQuantBytes;
+  // Where a row's quants lie in a block.
+  static constexpr int64_t offset(int64_t row) { return (row % 4 * 4 + row / 4) * kQuantBytes; }
+};
+constexpr bool in_tiles(WeightKind kind) { return kind == WeightKind::kQ4_0Tiles || kind == WeightKind::kQ4_1Tiles; }
+// The kind with the same quants, row by row.
+constexpr WeightKind row_kind(WeightKind kind) {
+  return kind == WeightKind::kQ4_0Tiles   ? WeightKind::kQ4_0
+         : kind == WeightKind::kQ4_1Tiles ? WeightKind::kQ4_1
+                                          : kind;
+}
 
 // Numbers of groups of a row's blocks, f16 or f32 [out, in/32 / group_blocks], each times the integers int8 [out, in/32]
 // ([out, in/16] where a block has two) of its group, or as they are where there are none.
@@ -39,8 +60,8 @@ struct WeightView {
   int64_t out_features;
   int64_t in_features;
   const void* values;
-  const uint16_t* scales;  // f16 [out, in/32] of the kinds that have one for every block
-  const uint16_t* mins;    // f16 [out, in/32]; q4_1 only
+  const uint16_t* scales;  // f16 [out, in/32], or by tiles, of the kinds that have one for every block
+  const uint16_t* mins;    // the same; q4_1 only
   // Of the other kinds: what lies above the low four bits of quants, a word of 32 bits a block and bit, the lower bit
   // first; scales; mins, or what is taken off every quant where there are none.
   const uint8_t* high_bits;

@@ -130,6 +130,8 @@ WeightView PartReader::weight(std::string_view kind) {
   WeightView view{};
   if (check_.failed()) return view;
   if (kind == "dense") return dense_weight();
+  if (kind == "q4_0_tiles") return weight_tiles(WeightKind::kQ4_0Tiles);
+  if (kind == "q4_1_tiles") return weight_tiles(WeightKind::kQ4_1Tiles);
   const Form* form = nullptr;
   for (const Form& each : kForms)
     if (each.name == kind) form = &each;
@@ -179,6 +181,34 @@ WeightView PartReader::dense_weight() {
   view.out_features = values.rows;
   view.in_features = values.columns;
   view.values = values.data + picked_ * values.rows * values.columns * (view.kind == WeightKind::kF32 ? 4 : 2);
+  return view;
+}
+
+// Quants [layers, out/16, in/2 * 16] and numbers [layers, out/16, in/32 * 16], see WeightTile.
+WeightView PartReader::weight_tiles(WeightKind kind) {
+  WeightView view{};
+  view.kind = kind;
+  const MatrixPart quants = matrix("weight", {kU8});
+  if (check_.failed() || !check_.index("layer", picked_, quants.layers)) return view;
+  const int64_t blocks = quants.columns / WeightTile::kBlockBytes;
+  if (!check_.require(quants.columns % WeightTile::kBlockBytes == 0, "weight has ", quants.columns,
+                      " bytes in sixteen rows, wanted a multiple of ", WeightTile::kBlockBytes)) {
+    return view;
+  }
+  view.out_features = quants.rows * WeightTile::kRows;
+  view.in_features = blocks * kQuantBlock;
+  view.values = quants.data + picked_ * quants.rows * quants.columns;
+  const auto numbers = [&](const char* name) -> const uint16_t* {
+    if (check_.failed()) return nullptr;
+    const MatrixPart part = matrix(name, {ffi::DataType::F16});
+    if (check_.failed()) return nullptr;
+    check_.require(part.layers == quants.layers && part.rows == quants.rows && part.columns == blocks * WeightTile::kRows,
+                   name, " has ", part.layers, " x ", part.rows, " x ", part.columns, " numbers, wanted ", quants.layers,
+                   " x ", quants.rows, " x ", blocks * WeightTile::kRows);
+    return reinterpret_cast<const uint16_t*>(part.data) + picked_ * part.rows * part.columns;
+  };
+  view.scales = numbers("scales");
+  if (kind == WeightKind::kQ4_1Tiles) view.mins = numbers("mins");
   return view;
 }
 

@@ -76,6 +76,7 @@ class PartReader {
   };
 
   WeightView dense_weight();
+  WeightView weight_tiles(WeightKind kind);
   MatrixPart matrix(const char* name, std::initializer_list<ffi::DataType> allowed);
   // Of the quantized weight `view`, whose quants have so many layers.
   GroupNumbers group_numbers(const char* name, const WeightView& view, int64_t layers);

@@ -17,7 +17,8 @@ class DenseRows {
   static constexpr bool kFloat = E == Element::kF32;
 
   // Rows past the last one repeat it; their results are not stored.
-  DenseRows(const WeightView& weight, int64_t row, int64_t first, int64_t count) : count_(count) {
+  DenseRows(const WeightView& weight, int64_t row, int64_t first, int64_t count)
+      : count_(count), ahead_(kRowGroup * weight.in_features * element_size(E)) {
     for (int64_t i = 0; i < kRowGroup; ++i) {
       const int64_t actual = row + i < weight.out_features ? row + i : weight.out_features - 1;
       rows_[i] = static_cast<const char*>(weight.values) + (actual * weight.in_features + first) * element_size(E);
@@ -27,6 +28,8 @@ class DenseRows {
   int64_t whole() const { return count_ / kStep * kStep; }
   bool has_tail() const { return count_ % kStep != 0; }
   void read(int64_t row, int64_t k, typename S::V* out) const { out[0] = load_as_float<S, E>(rows_[row], k); }
+  // Asks for what a step is in the group of rows behind this one.
+  void prefetch_ahead(int64_t row, int64_t k) const { __builtin_prefetch(rows_[row] + ahead_ + k * element_size(E)); }
   void read_tail(int64_t row, int64_t k, typename S::V* out) const {
     out[0] = load_tail_as_float<S, E>(rows_[row], k, count_ - k);
   }
@@ -34,7 +37,7 @@ class DenseRows {
 
  private:
   const char* rows_[kRowGroup];
-  int64_t count_;
+  int64_t count_, ahead_;
 };
 
 template <class S, WeightKind kKind>
@@ -43,17 +46,29 @@ class QuantRows {
   static constexpr int64_t kStep = kQuantBlock;
   static constexpr bool kFloat = false;
   static constexpr int64_t kBlockBytes = kKind == WeightKind::kQ8_0 ? 32 : 16;
+  static constexpr int64_t kBlockStride = in_tiles(kKind) ? WeightTile::kBlockBytes : kBlockBytes;
 
   QuantRows(const WeightView& weight, int64_t row, int64_t first, int64_t count) : count_(count) {
     const int64_t row_blocks = weight.in_features / kQuantBlock, first_block = first / kQuantBlock;
     const int64_t blocks = count / kQuantBlock;
     for (int64_t i = 0; i < kRowGroup; ++i) {
       const int64_t actual = row + i < weight.out_features ? row + i : weight.out_features - 1;
-      const int64_t block = actual * row_blocks + first_block;
-      rows_[i] = static_cast<const uint8_t*>(weight.values) + block * kBlockBytes;
-      widen_exactly<S, Element::kF16>(weight.scales + block, blocks, scales_[i]);
-      if constexpr (kKind == WeightKind::kQ4_1) {
-        widen_exactly<S, Element::kF16>(weight.mins + block, blocks, mins_[i]);
+      const auto* values = static_cast<const uint8_t*>(weight.values);
+      if constexpr (in_tiles(kKind)) {
+        const int64_t tile_row = actual % WeightTile::kRows;
+        const int64_t block = (actual - tile_row) * row_blocks + first_block * WeightTile::kRows;
+        rows_[i] = values + block * kBlockBytes + WeightTile::offset(tile_row);
+        widen_tile_row(weight.scales + block + tile_row, blocks, scales_[i]);
+        if constexpr (row_kind(kKind) == WeightKind::kQ4_1) {
+          widen_tile_row(weight.mins + block + tile_row, blocks, mins_[i]);
+        }
+      } else {
+        const int64_t block = actual * row_blocks + first_block;
+        rows_[i] = values + block * kBlockBytes;
+        widen_exactly<S, Element::kF16>(weight.scales + block, blocks, scales_[i]);
+        if constexpr (kKind == WeightKind::kQ4_1) {
+          widen_exactly<S, Element::kF16>(weight.mins + block, blocks, mins_[i]);
+        }
       }
     }
   }
@@ -61,17 +76,24 @@ class QuantRows {
   bool has_tail() const { return false; }
   void read(int64_t row, int64_t k, typename S::V* out) const {
     const int64_t block = k / kQuantBlock;
-    const uint8_t* quants = rows_[row] + block * kBlockBytes;
+    const uint8_t* quants = rows_[row] + block * kBlockStride;
     const float scale = scales_[row][block];
     if constexpr (kKind == WeightKind::kQ8_0) S::unpack_bytes(reinterpret_cast<const int8_t*>(quants), scale, out);
     // Scale times quant is exact in float32, so q*d - 8*d is (q - 8)*d rounded once.
-    if constexpr (kKind == WeightKind::kQ4_0) S::unpack_nibbles(quants, scale, -8 * scale, out);
-    if constexpr (kKind == WeightKind::kQ4_1) S::unpack_nibbles(quants, scale, mins_[row][block], out);
+    if constexpr (row_kind(kKind) == WeightKind::kQ4_0) S::unpack_nibbles(quants, scale, -8 * scale, out);
+    if constexpr (row_kind(kKind) == WeightKind::kQ4_1) S::unpack_nibbles(quants, scale, mins_[row][block], out);
   }
+  void prefetch_ahead(int64_t, int64_t) const {}
   void read_tail(int64_t, int64_t, typename S::V*) const {}
   const float* floats(int64_t) const { return nullptr; }
 
  private:
+  static void widen_tile_row(const uint16_t* from, int64_t blocks, float* to) {
+    uint16_t row[kPanelBlocks];
+    for (int64_t i = 0; i < blocks; ++i) row[i] = from[i * WeightTile::kRows];
+    widen_exactly<S, Element::kF16>(row, blocks, to);
+  }
+
   const uint8_t* rows_[kRowGroup];
   alignas(64) float scales_[kRowGroup][kPanelBlocks];
   alignas(64) float mins_[kRowGroup][kPanelBlocks];
@@ -150,6 +172,7 @@ class GroupedRows {
                                                     mins_[row] + block * kPerBlock, out);
     }
   }
+  void prefetch_ahead(int64_t, int64_t) const {}
   void read_tail(int64_t, int64_t, typename S::V*) const {}
   const float* floats(int64_t) const { return nullptr; }
 
@@ -171,6 +194,8 @@ static inline void with_rows(WeightKind kind, F&& use) {
     case WeightKind::kQ8_0: return use(static_cast<QuantRows<S, WeightKind::kQ8_0>*>(nullptr));
     case WeightKind::kQ4_0: return use(static_cast<QuantRows<S, WeightKind::kQ4_0>*>(nullptr));
     case WeightKind::kQ4_1: return use(static_cast<QuantRows<S, WeightKind::kQ4_1>*>(nullptr));
+    case WeightKind::kQ4_0Tiles: return use(static_cast<QuantRows<S, WeightKind::kQ4_0Tiles>*>(nullptr));
+    case WeightKind::kQ4_1Tiles: return use(static_cast<QuantRows<S, WeightKind::kQ4_1Tiles>*>(nullptr));
     case WeightKind::kBytes: return use(static_cast<GroupedRows<S, WeightKind::kBytes>*>(nullptr));
     case WeightKind::kNibbles: return use(static_cast<GroupedRows<S, WeightKind::kNibbles>*>(nullptr));
     case WeightKind::kFiveBits: return use(static_cast<GroupedRows<S, WeightKind::kFiveBits>*>(nullptr));
