@@ -26,7 +26,6 @@ static inline void direct(const Rows& rows, const float* x, int64_t x_stride, fl
 #pragma GCC unroll 4
     for (int n = 0; n < kRowGroup; ++n) {
       V values[kVectors];
-      rows.prefetch_ahead(n, k);
       rows.read(n, k, values);
 #pragma GCC unroll 8
       for (int64_t j = 0; j < kVectors; ++j)

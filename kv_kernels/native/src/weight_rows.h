@@ -17,8 +17,7 @@ class DenseRows {
   static constexpr bool kFloat = E == Element::kF32;
 
   // Rows past the last one repeat it; their results are not stored.
-  DenseRows(const WeightView& weight, int64_t row, int64_t first, int64_t count)
-      : count_(count), ahead_(kRowGroup * weight.in_features * element_size(E)) {
+  DenseRows(const WeightView& weight, int64_t row, int64_t first, int64_t count) : count_(count) {
     for (int64_t i = 0; i < kRowGroup; ++i) {
       const int64_t actual = row + i < weight.out_features ? row + i : weight.out_features - 1;
       rows_[i] = static_cast<const char*>(weight.values) + (actual * weight.in_features + first) * element_size(E);
@@ -28,8 +27,6 @@ class DenseRows {
   int64_t whole() const { return count_ / kStep * kStep; }
   bool has_tail() const { return count_ % kStep != 0; }
   void read(int64_t row, int64_t k, typename S::V* out) const { out[0] = load_as_float<S, E>(rows_[row], k); }
-  // Asks for what a step is in the group of rows behind this one.
-  void prefetch_ahead(int64_t row, int64_t k) const { __builtin_prefetch(rows_[row] + ahead_ + k * element_size(E)); }
   void read_tail(int64_t row, int64_t k, typename S::V* out) const {
     out[0] = load_tail_as_float<S, E>(rows_[row], k, count_ - k);
   }
@@ -37,7 +34,7 @@ class DenseRows {
 
  private:
   const char* rows_[kRowGroup];
-  int64_t count_, ahead_;
+  int64_t count_;
 };
 
 template <class S, WeightKind kKind>
@@ -83,7 +80,6 @@ class QuantRows {
     if constexpr (row_kind(kKind) == WeightKind::kQ4_0) S::unpack_nibbles(quants, scale, -8 * scale, out);
     if constexpr (row_kind(kKind) == WeightKind::kQ4_1) S::unpack_nibbles(quants, scale, mins_[row][block], out);
   }
-  void prefetch_ahead(int64_t, int64_t) const {}
   void read_tail(int64_t, int64_t, typename S::V*) const {}
   const float* floats(int64_t) const { return nullptr; }
 
@@ -172,7 +168,6 @@ class GroupedRows {
                                                     mins_[row] + block * kPerBlock, out);
     }
   }
-  void prefetch_ahead(int64_t, int64_t) const {}
   void read_tail(int64_t, int64_t, typename S::V*) const {}
   const float* floats(int64_t) const { return nullptr; }
 
