@@ -29,12 +29,15 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def _compile_each_program_once() -> Iterator[None]:
     """Many engines are made, most of whose programs another had: this process keeps them in a folder while it runs."""
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     with tempfile.TemporaryDirectory(prefix="jaxkv-tests-") as folder:
         jax.config.update("jax_enable_compilation_cache", True)
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        # A module that computes while it is imported has made jax see that there is no cache, which it does but once.
+        compilation_cache.reset_cache()
         yield
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_enable_compilation_cache", False)
