@@ -39,6 +39,7 @@ def test_buffer_pointers_stay_the_same_over_a_hundred_steps(deep_engine):
     assert runtime.state.sampler.history.unsafe_buffer_pointer() == history
 
 
+@pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_compiled_step_holds_no_copy_of_a_pool(deep_engine, shape):
     compiled = compiled_step(deep_engine, shape)
