@@ -5,17 +5,28 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # jax reads this when it is first imported; tests/gpu is run with JAX_PLATFORMS set by hand.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# So is this: the tests of tensor parallelism spread models over eight devices, which a CPU has only when told so.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# So are these: the tests of tensor parallelism spread models over eight devices, which a CPU has only when told so; and
+# what a test compiles for seconds runs for milliseconds. Four fifths of that are LLVM's optimizations and XLA's newer
+# emitters, which only the tests have that ask for `fully_optimized`, and those that `make test-slow` runs anew. XLA's
+# own passes are everywhere what users have.
+FLAGS = ["--xla_force_host_platform_device_count=8"]
+if os.environ["JAX_PLATFORMS"] == "cpu" and "JAXKV_TEST_PROVIDER" not in os.environ:
+    FLAGS += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 # No test may depend on what another run has compiled, or leave anything in the user's cache; so also where one starts
 # a process.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+# A trace makes objects by the hundred thousand, and hardly any is garbage that waits for the collector.
+gc.set_threshold(50_000, 20, 20)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,15 +40,40 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def _compile_each_program_once() -> Iterator[None]:
     """Many engines are made, most of whose programs another had: this process keeps them in a folder while it runs."""
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     with tempfile.TemporaryDirectory(prefix="jaxkv-tests-") as folder:
         jax.config.update("jax_enable_compilation_cache", True)
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        # A module that computes while it is imported has made jax see that there is no cache, which it does but once.
+        compilation_cache.reset_cache()
         yield
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture
+def fully_optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What compiles meanwhile has the code that users get: for tests of bits, of memory, and of a real model."""
+    import jax
+    from jax._src import compiler
+
+    light = compiler.get_compile_options
+
+    def full(*args: Any, **settings: Any) -> Any:
+        options = light(*args, **settings)
+        debug_options = options.executable_build_options.debug_options
+        debug_options.xla_backend_optimization_level = 3
+        debug_options.xla_llvm_disable_expensive_passes = False
+        options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", True)]
+        return options
+
+    jax.clear_caches()
+    monkeypatch.setattr(compiler, "get_compile_options", full)
+    yield
+    jax.clear_caches()
 
 
 MANY_MAPPINGS = 15_000

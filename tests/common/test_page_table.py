@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_common import KvPageTableV1, PageTableError
@@ -82,6 +82,7 @@ def test_a_table_built_token_by_token_is_valid(table: KvPageTableV1) -> None:
 
 
 @pytest.mark.parametrize("invariant", BREAKAGES)
+@settings(max_examples=30)  # of each of them
 @given(table=tables(min_rows=1))
 def test_a_broken_invariant_is_named(invariant: str, table: KvPageTableV1) -> None:
     with pytest.raises(PageTableError) as caught:

@@ -25,9 +25,11 @@ engine = PagedEngine(load_model(sys.argv[1]), EngineConfig(
     max_requests=2, max_step_tokens=16, max_context=64, kv_pool_bytes=1 << 20, **settings))
 engine.init_paged_runtime()
 params = SamplingParams(max_tokens=6, ignore_eos=True)
-tokens = [result.tokens for result in engine.generate([[5, 6, 7], [9]], params)]
+tokens = [result.tokens for result in engine.generate(json.loads(sys.argv[3]), params)]
 print(json.dumps({"tokens": tokens, "hits": len(hits), "folder": jax.config.jax_compilation_cache_dir}))
 """
+
+PROMPTS = [[5, 6, 7], [9]]
 
 
 class Run(NamedTuple):
@@ -37,11 +39,13 @@ class Run(NamedTuple):
     complaints: list[str]
 
 
-def run(golden: Path, home: Path, settings: dict | None = None, **environment: str) -> Run:
+def run(
+    golden: Path, home: Path, settings: dict | None = None, prompts: list[list[int]] = PROMPTS, **environment: str
+) -> Run:
     """One process that generates a little, with `home` for its cache folder."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(golden / "llama"), json.dumps(settings or {})],
+        [sys.executable, "-c", CODE, str(golden / "llama"), json.dumps(settings or {}), json.dumps(prompts)],
         env=inherited
         | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
         | environment,
@@ -111,8 +115,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(golden: Path, filled: tuple
 
 
 def test_it_can_be_turned_off_and_a_folder_of_the_users_own_is_kept(golden: Path, tmp_path: Path) -> None:
-    assert run(golden, tmp_path, {"compilation_cache": False}).folder is None
-    assert run(golden, tmp_path, JAX_ENABLE_COMPILATION_CACHE="false").folder is None
+    one = [[9]]  # whose chunk has the shape of the steps that follow
+    assert run(golden, tmp_path, {"compilation_cache": False}, one).folder is None
+    assert run(golden, tmp_path, prompts=one, JAX_ENABLE_COMPILATION_CACHE="false").folder is None
     own = str(tmp_path / "own")
-    assert run(golden, tmp_path, JAX_COMPILATION_CACHE_DIR=own).folder == own
+    assert run(golden, tmp_path, prompts=one, JAX_COMPILATION_CACHE_DIR=own).folder == own
     assert entries(tmp_path) == []

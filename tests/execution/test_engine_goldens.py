@@ -93,6 +93,7 @@ def test_prompt_log_probabilities_equal_transformers():
     np.testing.assert_allclose(got, expected["top5_logprobs"], atol=MODEL_NOISE)
 
 
+@pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize(
     ("provider", "max_step_tokens"), [pytest.param("reference", 256, marks=pytest.mark.slow), ("native", 24)]
 )

@@ -173,6 +173,7 @@ def test_any_life_of_an_engine_keeps_its_pages_and_its_tokens(examples, requests
         deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=False,
+        derandomize=examples < 100,  # how many requests so few examples have is else up to chance
     )
     run_state_machine_as_test(EngineLife, settings=run)
     assert next(EngineLife.submitted) >= requests

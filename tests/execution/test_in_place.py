@@ -15,7 +15,7 @@ from models import load_model
 SHAPES = (StepShape(1, 1, 128), StepShape(4, 4, 128), StepShape(64, 4, 128))
 
 
-@pytest.fixture(scope="module", params=[2, 30])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 30])
 def deep_engine(request, tmp_path_factory) -> PagedEngine:
     directory = write_random_llama(tmp_path_factory.mktemp(f"layers{request.param}"), layers=request.param)
     # A pool far larger than anything else in the step, so that a copy of it cannot hide.
@@ -39,6 +39,7 @@ def test_buffer_pointers_stay_the_same_over_a_hundred_steps(deep_engine):
     assert runtime.state.sampler.history.unsafe_buffer_pointer() == history
 
 
+@pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_compiled_step_holds_no_copy_of_a_pool(deep_engine, shape):
     compiled = compiled_step(deep_engine, shape)

@@ -57,6 +57,7 @@ def test_neighbours_that_come_and_go_change_nothing(provider, prompts, expected)
     assert engine.stats().pages_in_use == 0
 
 
+@pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_log_probabilities_have_the_same_bits_alone_together_in_chunks_and_after_a_prefix_hit(dtype, prompts):
     model, params = golden_model("llama", dtype), SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)

@@ -184,6 +184,7 @@ def test_embedding_rows_are_the_reference_rows_bit_for_bit(kind, level):
     np.testing.assert_allclose(got, table[[0, 39, 5, 5, 0, last]], rtol=2e-7, atol=1e-7)
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_a_loop_over_a_stack_copies_no_weights():
     weight = random_weight(8, "q4_1", 6, out_features=64, in_features=64)
 
@@ -197,6 +198,7 @@ def test_a_loop_over_a_stack_copies_no_weights():
     assert compiled.memory_analysis().temp_size_in_bytes < weight.nbytes / 6
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_a_stack_stored_in_different_ways_is_multiplied_as_its_entries_are_and_not_copied():
     parts = tuple(random_weight(8, kind, 3, out_features=64, in_features=64) for kind in ("q6_k", "q4_k"))
     which, at = (jnp.asarray(numbers, jnp.int32) for numbers in ([0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 2, 2]))

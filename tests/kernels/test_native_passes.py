@@ -12,7 +12,7 @@ from test_native_linear import activations, assert_close, call_linear
 
 from kv_kernels.composition import ComposedKernels
 from kv_kernels.native import NativeProvider
-from kv_kernels.provider import Affine, Norm, Placement, PoolPair, Rotation, Scoring
+from kv_kernels.provider import Affine, CacheAttended, Norm, Placement, PoolPair, Rotation, Scoring
 from kv_kernels.reference import ReferenceProvider
 
 NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
@@ -144,6 +144,26 @@ def attend_case(seed: int, dtype: str, head_dim: int, pairs: int, group: int):
     return case, k, v, Rotation(jnp.cos(angles), jnp.sin(angles)), placement
 
 
+def cache_pass(provider, *sizes: object) -> CacheAttended:
+    """Of the case with these sizes; the definition compiled as one, the native pass as the calls it is."""
+    case, k, v, by, placement = attend_case(1, *sizes)
+    kernels = ComposedKernels if provider is REFERENCE else NativeProvider
+    attend = functools.partial(
+        *(kernels.attend, provider),
+        **{"layer": case.layer, "num_pages": case.num_pages, "scoring": Scoring(np.float32(0.3)), "rotation": by},
+    )
+    pools = PoolPair(*(jnp.copy(pool) for pool in case.pools))
+    plan = jax.tree.map(jnp.asarray, provider.plan(case.table, plan_shape(case)))
+    q = jnp.asarray(case.q, case.pools.k.dtype)
+    return (jax.jit(attend) if provider is REFERENCE else attend)(q, k, v, pools, placement, plan)
+
+
+@functools.cache
+def defined_cache_pass(*sizes: object) -> CacheAttended:
+    """One for all instruction sets."""
+    return cache_pass(REFERENCE, *sizes)
+
+
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "pairs", "group", "bound"),
@@ -155,23 +175,9 @@ def attend_case(seed: int, dtype: str, head_dim: int, pairs: int, group: int):
     ],
 )
 def test_the_cache_pass_equals_its_definition(level, dtype, head_dim, pairs, group, bound):
-    case, k, v, by, placement = attend_case(1, dtype, head_dim, pairs, group)
-    settings_of = {
-        "layer": case.layer,
-        "num_pages": case.num_pages,
-        "scoring": Scoring(np.float32(0.3)),
-        "rotation": by,
-    }
-    q = jnp.asarray(case.q, dtype)
-
-    def run(kernels, provider):
-        pools = PoolPair(*(jnp.copy(pool) for pool in case.pools))
-        plan = jax.tree.map(jnp.asarray, provider.plan(case.table, plan_shape(case)))
-        return kernels.attend(provider, q, k, v, pools, placement, plan, **settings_of)
-
     with running(level=level):
-        got = run(NativeProvider, NATIVE)
-    expected = run(ComposedKernels, REFERENCE)
+        got = cache_pass(NATIVE, dtype, head_dim, pairs, group)
+    expected = defined_cache_pass(dtype, head_dim, pairs, group)
     for mine, theirs in (
         (got.values, expected.values),
         (got.pools.k, expected.pools.k),

@@ -90,6 +90,7 @@ def test_what_no_row_holds_cannot_reach_the_output_even_as_nan():
     np.testing.assert_array_equal(attend(quiet, plan_shape(quiet), scale=1), attend(loud, plan_shape(loud), scale=1))
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_a_row_has_the_same_bits_alone_and_in_a_batch():
     together = make_case(5, kv_len=[70, 200, 33], query_len=[70, 2, 20])
     got = attend(together, plan_shape(together, tokens=128, rows=8), scale=0.5)

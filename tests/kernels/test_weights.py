@@ -34,6 +34,7 @@ def gguf_values(weight: BlockQuantWeight) -> np.ndarray:
     return quants.dequantize(raw, GGMLQuantizationType[weight.kind.upper()])
 
 
+@pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_dequantize_equals_the_gguf_package_bit_for_bit(kind: str, jitted: bool) -> None:

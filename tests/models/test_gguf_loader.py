@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from models import CheckpointError, UnsupportedModelError, load_model
 from models.assembly import by_path
 from models.gguf_file import read_gguf
 from models.rope import inverse_frequencies
+
+# In one program, since each operation alone would be compiled for itself.
+jit_dequantize = jax.jit(dequantize, static_argnums=1)
 
 
 def refusal_of(path: Path) -> str:
@@ -51,14 +55,14 @@ def test_every_storage_type_holds_the_values_that_the_gguf_package_reads(
         assert isinstance(leaf, BlockQuantWeight if storage.startswith("Q") else DenseWeight)
         names = [name.format(layer) for layer in range(2)] if "{}" in name else [name]
         theirs = np.stack([gguf.quants.dequantize(raw[each].data, raw[each].tensor_type) for each in names])
-        np.testing.assert_array_equal(np.asarray(dequantize(leaf, jnp.float32)).reshape(theirs.shape), theirs)
+        np.testing.assert_array_equal(np.asarray(jit_dequantize(leaf, jnp.float32)).reshape(theirs.shape), theirs)
 
 
 def test_quantized_q_and_k_rows_are_put_back_in_order(golden: Path, tmp_path: Path) -> None:
     model = load_model(write_gguf(golden / "llama", tmp_path / "model.gguf", storage=lambda name: "Q8_0"))
     original = read_tensors(golden / "llama")
     for part in ("q", "k"):
-        ours = np.asarray(dequantize(model.params["layers"]["attention"][part]["weight"], jnp.float32))
+        ours = np.asarray(jit_dequantize(model.params["layers"]["attention"][part]["weight"], jnp.float32))
         for layer in range(2):
             exact = original[f"model.layers.{layer}.self_attn.{part}_proj.weight"]
             assert np.abs(ours[layer] - exact).max() < 0.02
@@ -76,7 +80,7 @@ def test_layers_of_different_types_are_each_held_as_they_are_stored(golden: Path
         part = weight.parts[weight.which[layer]]
         assert part.kind == kind.lower()
         np.testing.assert_array_equal(
-            dequantize(take_layer(part, weight.at[layer]), jnp.float32),
+            jit_dequantize(take_layer(part, weight.at[layer]), jnp.float32),
             gguf.quants.dequantize(raw[name].data, raw[name].tensor_type),
         )
 

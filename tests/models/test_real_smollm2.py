@@ -66,6 +66,7 @@ def test_the_spec_says_what_the_file_says(smollm2: LoadedModel) -> None:
     assert (spec.vocab_size, spec.max_context, spec.dtype, spec.eos_token_ids) == (49152, 8192, "float32", (2,))
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_log_probabilities_and_first_tokens_equal_the_reference(smollm2: LoadedModel, golden: Path) -> None:
     prompts = json.loads((golden / "real_smollm2" / "expected.json").read_text())["prompts"]
     dense = DenseModel(smollm2, length=48)

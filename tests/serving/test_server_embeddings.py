@@ -1,6 +1,7 @@
 """/v1/embeddings: the engine's own vectors, in OpenAI's shape, while answers go on."""
 
 import base64
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,12 +95,20 @@ def test_what_cannot_be_embedded_is_refused(case: Case, body: dict, status: int,
     assert message in case.post("/v1/embeddings", status, **body)["error"]["message"]
 
 
-def test_answers_go_on_between_the_steps_of_a_long_one(case: Case) -> None:
+def test_answers_go_on_between_the_steps_of_a_long_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_held, begun = PagedRuntime.run_held, itertools.count()
+
+    def once_both_are_there(self: PagedRuntime, *arguments: object) -> object:
+        if next(begun) == 2:
+            wait_for(lambda: case.server.context.active_requests == 2)
+        return run_held(self, *arguments)  # type: ignore[arg-type]
+
     asked = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}
     whole = case.post("/v1/completions", **asked)["choices"][0]["text"]
     prompts = [[5 + each % 80, *range(9, 109)] for each in range(160)]
     got: list[np.ndarray] = []
     case.settle()
+    monkeypatch.setattr(PagedRuntime, "run_held", once_both_are_there)
     thread = threading.Thread(target=lambda: got.append(vectors(case.post("/v1/embeddings", input=prompts))))
     thread.start()
     # Rows are all the embeddings' own at first, and the next that is free is the answer's.

@@ -106,9 +106,11 @@ def test_a_step_that_raises_fails_what_it_touched_and_the_server_goes_on(
 
 def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
-    original, raised = PagedRuntime.choose, []
+    original, raised, begun = PagedRuntime.choose, [], itertools.count()
 
     def fail_once(self: PagedRuntime, *arguments: object) -> object:
+        if next(begun) == 0:
+            wait_for(lambda: case.server.context.active_requests == 6)
         if not raised and self.scheduler.num_waiting == 2 and self.scheduler.residency.num_running == 4:
             raised.append(1)
             raise RuntimeError("injected")
@@ -247,7 +249,15 @@ def test_clients_call_a_model_by_its_own_name_without_folders(tmp_path: Path) ->
     assert default_name("owner/name") == "owner/name"
 
 
-def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path) -> None:
+def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, refused, dispatch = itertools.count(), threading.Event(), PagedRuntime.dispatch
+
+    def at_its_time(self: PagedRuntime, plan: object) -> object:
+        if next(begun) == 50:
+            assert refused.wait(30)
+        return dispatch(self, plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedRuntime, "dispatch", at_its_time)
     with (
         running_server(tmp_path) as case,
         case.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
@@ -258,6 +268,7 @@ def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path) -> Non
         wait_for(lambda: case.server.context.draining)
         status, _ = get(f"{case.server.url}/ready")
         assert status == 503
+        refused.set()
         assert list(lines)[-2:] == ["data: [DONE]", ""]
 
 

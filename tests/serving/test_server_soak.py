@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
-from server_case import ENGINE, Case, running_server
+from server_case import ENGINE, Case, running_server, wait_for
 
 from kv_execution import SamplingParams
 from kv_serving.memory import release_unused_memory
@@ -159,7 +159,7 @@ def check_soak(case: Case, requests: int, at_once: int, growth_bytes: int | None
     texts += asyncio.run(soak(case.server.url, everything[half:], at_once, 1))
     case.settle()
     assert growth_bytes is None or memory_bytes() - memory < growth_bytes
-    assert tasks_of(case) <= idle_tasks + 1  # the connection of the case's own client
+    wait_for(lambda: tasks_of(case) <= idle_tasks + 1)  # the connection of the case's own client
     assert check_answers(case, everything, texts) > requests // 3
     assert case.engine.stats().pages_in_use == 0
 

@@ -93,7 +93,8 @@ def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60, ma
     """The same command twice; the first is told its part by options, the second by the environment."""
     command = [sys.executable, "-c", main, "generate", str(model)]
     command += [*PROMPT, *SMALL, *options, "--tp", str(tp), "--peer-timeout", str(peer_timeout_s)]
-    coordinator, flags = f"127.0.0.1:{free_port()}", f"--xla_force_host_platform_device_count={max(1, tp // 2)}"
+    coordinator = f"127.0.0.1:{free_port()}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={max(1, tp // 2)}"
     by_options = ("--coordinator", coordinator, "--num-processes", "2", "--process-id", "0")
     by_environment = {"JAXKV_COORDINATOR": coordinator, "JAXKV_NUM_PROCESSES": "2", "JAXKV_PROCESS_ID": "1"}
     started = []
@@ -303,7 +304,8 @@ group.leave()
 def run_in_two_processes(script: str, model: Path) -> list[list[str]]:
     """The lines that each process of `script` prints, Gloo's apart."""
     coordinator = f"127.0.0.1:{free_port()}"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": flags}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", script, coordinator, str(process_id), str(model)],
