@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,25 +54,12 @@ def _compile_each_program_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def fully_optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fully_optimized() -> Iterator[None]:
     """What compiles meanwhile has the code that users get: for tests of bits, of memory, and of a real model."""
-    import jax
-    from jax._src import compiler
+    from full_code import full_code
 
-    light = compiler.get_compile_options
-
-    def full(*args: Any, **settings: Any) -> Any:
-        options = light(*args, **settings)
-        debug_options = options.executable_build_options.debug_options
-        debug_options.xla_backend_optimization_level = 3
-        debug_options.xla_llvm_disable_expensive_passes = False
-        options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", True)]
-        return options
-
-    jax.clear_caches()
-    monkeypatch.setattr(compiler, "get_compile_options", full)
-    yield
-    jax.clear_caches()
+    with full_code():
+        yield
 
 
 MANY_MAPPINGS = 15_000

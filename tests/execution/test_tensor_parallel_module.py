@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from engine_case import GOLDEN, make_engine
+from full_code import full_code
 
 from benchmarks.random_llama import write_random_llama
 from kv_control.buckets import StepShape
@@ -44,7 +45,8 @@ def module(request, tmp_path_factory) -> Module:
         num_attention_heads=8,
         num_key_value_heads=kv_heads,
     )
-    return compiled_step(load_model(directory, tensor_parallel=WIDTH), provider)
+    with full_code():  # which instructions there are depends on what becomes of them
+        return compiled_step(load_model(directory, tensor_parallel=WIDTH), provider)
 
 
 def compiled_step(model, provider: str, **settings) -> Module:

@@ -167,6 +167,7 @@ def test_append_writes_its_slots_and_nothing_else(dtype, pool_dtype):
     np.testing.assert_array_equal(v.reshape(24, 2, 3), -expected)
 
 
+@pytest.mark.usefixtures("fully_optimized")
 def test_append_and_attention_update_the_donated_pools_in_place():
     case = make_case(2, kv_len=[20, 9], query_len=[1, 1], fill=0.0)
     plan = NATIVE.plan(case.table, plan_shape(case))

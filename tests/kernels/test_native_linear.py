@@ -1,5 +1,7 @@
 """The native weight product against the reference, and a token's bits against its company."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,9 +100,27 @@ def test_half_width_activations_are_rounded_once_at_the_end(kind, level, dtype, 
     assert_close(narrow, exact(x, weight, None), bound)
 
 
-# Around every width that a kernel takes tokens in; all others are slow tests, since each is a program to compile.
+# Around every width that a kernel takes tokens in; all others are slow tests.
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 49, 97, 257, 300)
 MORE_TOKEN_COUNTS = tuple({*range(1, 34), 96, 200, 256} - {*TOKEN_COUNTS})
+
+
+def some_tokens(tokens: int) -> slice:
+    """So many of 300."""
+    first = 7 * tokens % (301 - tokens)
+    return slice(first, first + tokens)
+
+
+@functools.partial(jax.jit, static_argnames="counts")
+def products_of_some(x: jax.Array, weight, counts: tuple[int, ...]) -> list[jax.Array]:
+    """In one program, since each number of tokens would be compiled for itself."""
+    return [NATIVE.product(x[some_tokens(tokens)], weight, 1, jnp.float32) for tokens in counts]
+
+
+@jax.jit
+def products_of_each(x: jax.Array, weights) -> list[jax.Array]:
+    """In one program as well."""
+    return [NATIVE.product(x, weight, None, None) for weight in weights]
 
 
 @pytest.mark.parametrize(
@@ -112,28 +132,25 @@ MORE_TOKEN_COUNTS = tuple({*range(1, 34), 96, 200, 256} - {*TOKEN_COUNTS})
 def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level, dtype, counts):
     weight = random_weight(5, kind, 2, out_features=75, in_features=1600)
     x = activations(6, 300, weight.in_features, dtype)
-    rows = np.asarray(x)  # cut by numpy, which compiles nothing
     with running(level=level, threads=1):
         whole = np.asarray(NATIVE.product(x, weight, 1, jnp.float32))
     for threads in (1, 2):
         with running(level=level, threads=threads):
-            for tokens in counts:
-                first = 7 * tokens % (301 - tokens)
-                some = slice(first, first + tokens)
-                np.testing.assert_array_equal(
-                    NATIVE.product(jnp.asarray(rows[some]), weight, 1, jnp.float32), whole[some]
-                )
+            for tokens, some in zip(counts, products_of_some(x, weight, counts), strict=True):
+                np.testing.assert_array_equal(some, whole[some_tokens(tokens)])
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize("kind", [*DENSE_KINDS, *FEW_QUANT_KINDS])
 @pytest.mark.parametrize(("tokens", "in_features"), [(1, 576), (5, 64), (20, 1536)])
 def test_any_number_of_outputs_has_the_errors_of_float32(kind, level, tokens, in_features):
-    for out_features in (1, 15, 16, 17, 40):
-        weight = random_weight(out_features, kind, out_features=out_features, in_features=in_features)
-        x = activations(tokens, tokens, in_features)
-        with running(level=level):
-            assert_as_exact_as_float32(NATIVE.product(x, weight, None, None), x, weight)
+    sizes = (1, 15, 16, 17, 40)
+    weights = [random_weight(size, kind, out_features=size, in_features=in_features) for size in sizes]
+    x = activations(tokens, tokens, in_features)
+    with running(level=level):
+        products = products_of_each(x, weights)
+    for product, weight in zip(products, weights, strict=True):
+        assert_as_exact_as_float32(product, x, weight)
 
 
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
