@@ -108,17 +108,18 @@ class Jaxkv:
         engine = PagedEngine(model, config)
         plan = engine.init_paged_runtime()
         if only is None:
-            engine.warmup_paged()
+            shapes = engine.warmup_paged()
         else:
-            prompts, params = [request.prompt for request in only.requests], list(map(_params, only.requests))
-            engine.warmup_paged(shapes=engine.shapes_needed(prompts, params), params=params)
+            requests = [*only.primer, *only.requests]
+            prompts, params = [request.prompt for request in requests], list(map(_params, requests))
+            shapes = engine.warmup_paged(shapes=engine.shapes_needed(prompts, params), params=params)
         self._batcher = engine.batcher()
         self.about = {
             "version": __version__,
             "jax": jax.__version__,
             "kernels": plan.provider,
             "kv": kv,
-            "shapes": len(plan.shapes),
+            "shapes": len(shapes),
             "parameter_bytes": spec.parameter_bytes,
             "pool_bytes": plan.layout.total_pool_bytes,
         }

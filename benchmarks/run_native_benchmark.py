@@ -24,7 +24,8 @@ from machine_limits import MachineLimits
 from reporting import figure_from_passes, print_figure
 
 from kv_execution import EngineConfig, PagedEngine, SamplingParams
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight
 from models import LoadedModel, load_model
 
 MAX_DISAGREEMENT = 0.25

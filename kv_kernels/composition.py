@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kv_kernels.argmax import argmax, below_infinity
+from kv_kernels.dequantize import dequantize
 from kv_kernels.provider import (
     Activation,
     Affine,
@@ -27,7 +28,7 @@ from kv_kernels.provider import (
     Scoring,
 )
 from kv_kernels.scatter import write_rows
-from kv_kernels.weights import LayerIndex, MixedWeight, StoredWeight, Weight, dequantize, take_layer, take_rows
+from kv_kernels.weights import LayerIndex, MixedWeight, StoredWeight, Weight, take_layer, take_rows
 
 
 class ComposedKernels:

@@ -1,7 +1,7 @@
 """Weights as pytrees: dense, or block-quantized the way GGUF and other checkpoints store them.
 
 Every product with a weight goes through a provider's `linear`, so this module holds layout and nothing that multiplies:
-indexing, sizes, and `dequantize`, the definition of a quantized weight's value that every provider must agree with.
+indexing, sizes and places. `kv_kernels.dequantize` says what a quantized weight's values are.
 Leading `stack` axes (layers) come first, so that a layer index is an operand and no layer is ever sliced out by the
 caller.
 
@@ -184,8 +184,8 @@ def take_rows(weight: StoredWeight, rows: Array) -> StoredWeight:
     """Rows `rows` [n] int of an unstacked weight [out, in], as a weight [n, in]; out of range is clamped."""
     if isinstance(weight, BlockQuantWeight) and weight.in_tiles:
         # The tiles that they are in, of which every row but one is dropped again.
-        rows = jnp.clip(rows, 0, weight.out_features - 1)
-        tiles = untiled(jax.tree.map(lambda leaf: leaf[rows // TILE_ROWS, None], weight))
+        rows = jnp.clip(jnp.asarray(rows), 0, weight.out_features - 1)
+        tiles = untiled(jax.tree.map(lambda leaf: jnp.take(leaf, rows // TILE_ROWS, axis=0)[:, None], weight))
         return jax.tree.map(lambda leaf: leaf[jnp.arange(len(rows)), rows % TILE_ROWS], tiles)
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), weight)
 
@@ -233,7 +233,7 @@ def tiled(weight: BlockQuantWeight) -> BlockQuantWeight:
     *stack, out_features, row_bytes = weight.quants.shape
     tiles, blocks = out_features // TILE_ROWS, row_bytes // 16
     # In units of 16 bytes, of which only complex numbers are.
-    quants = np.asarray(weight.quants).view(np.complex128).reshape(*stack, tiles, 4, 4, blocks)
+    quants = np.ascontiguousarray(weight.quants).view(np.complex128).reshape(*stack, tiles, 4, 4, blocks)
     quants = np.ascontiguousarray(np.moveaxis(quants, (-1, -2), (-3, -2)))
 
     def numbers(rows: Array) -> np.ndarray:
@@ -261,54 +261,14 @@ def untiled(weight: BlockQuantWeight) -> BlockQuantWeight:
         return by_block.reshape(*stack, tiles, blocks, TILE_ROWS).swapaxes(-1, -2).reshape(*rows, blocks)
 
     quants = weight.quants.reshape(*stack, tiles, blocks, 4, 4, BLOCK_SIZE // 2)
-    axes = len(stack) + np.array([0, 3, 2, 1, 4])
+    axes = (*range(len(stack)), *(len(stack) + axis for axis in (0, 3, 2, 1, 4)))
     return dataclasses.replace(
         weight,
-        quants=quants.transpose(*range(len(stack)), *axes.tolist()).reshape(*rows, -1),
+        quants=quants.transpose(*axes).reshape(*rows, -1),
         scales=numbers(weight.scales),
         mins=None if weight.mins is None else numbers(weight.mins),
         in_tiles=False,
     )
-
-
-def dequantize(weight: StoredWeight, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The values [*stack, out, in], computed in float32 and rounded once to `dtype`."""
-    if isinstance(weight, DenseWeight):
-        return jnp.asarray(weight.values).astype(dtype)
-    weight = untiled(weight)
-    runs = weight.in_features // BLOCK_SIZE * max(1, FORMS[weight.kind].block_factors)
-    quants = _unpack_quants(weight).astype(jnp.float32)
-    values = quants.reshape(*quants.shape[:-1], runs, -1) * _per_run(weight.scales, weight.scale_factors, runs)
-    if weight.mins is not None:
-        values = values + _per_run(weight.mins, weight.min_factors, runs)
-    return values.reshape(quants.shape).astype(dtype)
-
-
-def _per_run(groups: Array, factors: Array | None, runs: int) -> jax.Array:
-    """A group's number times its factors, [*stack, out, runs, 1] f32."""
-    numbers = jnp.asarray(groups).astype(jnp.float32)
-    if numbers.shape[-1] < runs:
-        numbers = jnp.repeat(numbers, runs // numbers.shape[-1], axis=-1)
-    if factors is not None:
-        numbers = numbers * jnp.asarray(factors).astype(jnp.float32)
-    return numbers[..., None]
-
-
-def _unpack_quants(weight: BlockQuantWeight) -> jax.Array:
-    """Quants [*stack, out, in], offset taken off: int8, or float8."""
-    form, quants = FORMS[weight.kind], jnp.asarray(weight.quants)
-    if form.is_bytes:
-        return quants
-    blocks = weight.in_features // BLOCK_SIZE
-    packed = quants.reshape(*quants.shape[:-1], blocks, BLOCK_SIZE // 2)
-    unpacked = jnp.concatenate([packed & 0xF, packed >> 4], axis=-1)
-    if weight.high_bits is not None:
-        words = jnp.asarray(weight.high_bits).reshape(*quants.shape[:-1], blocks, form.high_bits, BLOCK_SIZE // 8, 1)
-        bits = (words >> jnp.arange(8, dtype=jnp.uint8) & 1).reshape(*words.shape[:-2], BLOCK_SIZE)
-        unpacked = unpacked | functools.reduce(
-            jnp.bitwise_or, (bits[..., bit, :] << (4 + bit) for bit in range(form.high_bits))
-        )
-    return (unpacked.astype(jnp.int8) - jnp.int8(form.offset)).reshape(*quants.shape[:-1], weight.in_features)
 
 
 def _nbytes(weight: Weight) -> int:

@@ -1,7 +1,7 @@
 """From the tensors of a checkpoint to the parameters of a decoder: names and shapes checked first, then stack by stack.
 
 Layers are written one at a time into their stack in its final dtype, which the device takes over where it can, so peak
-memory on a CPU is the model and a part of a tensor; elsewhere a stack goes to the device before the next is begun.
+memory on a CPU is the model and a few parts of a tensor; elsewhere a stack goes to the device before the next is begun.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def assemble(
             check_slices(path, shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), quantized)
     total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
     memory = WeightMemory()
-    # A slice of a mesh's may cut sixteen rows.
+    # Tiles are what a CPU's vectors take, and a slice of a mesh's might cut one.
     in_tiles = mesh is None and jax.default_backend() == "cpu"
     parameters: dict[str, Any] = {}
     for path, (shape, is_matrix, split) in shapes.items():

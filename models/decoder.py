@@ -3,9 +3,9 @@ the numbers that its configuration names.
 
 All layers' parameters are stacked on a leading axis and every module takes the layer index, so one layer is compiled
 whatever the depth and no layer's weights are sliced out. A module is built with abstract parameters (shapes only): that
-one description is what loaders fill, and `bind` puts real weights in inside the traced function,
-where they are arguments and never constants. Norms and RoPE are computed in float32 and logits are float32; everything
-else is in the compute dtype, each product accumulated in float32 and rounded once.
+one description is what loaders fill, and `bind` puts real weights in inside the traced function, where they are
+arguments and never constants. Norms and RoPE are computed in float32 and logits are float32; everything else is in the
+compute dtype, each product accumulated in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class LoadedModel:
 
     @functools.cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes: the configuration, the dtype and every bit of the weights; not where they came from, nor how long
-        sequences may be where that changes no frequency.
+        """32 bytes: the configuration, the dtype and every bit of the weights as they lie in memory; not where they
+        came from, nor how long sequences may be where that changes no frequency.
         """
         config = dataclasses.replace(self.decoder.config, max_context=1)
         digest = hashlib.blake2b(repr((config, self.decoder.dtype)).encode(), digest_size=32)

@@ -35,7 +35,8 @@ class Module:
         return found
 
     def bind(self, params: Mapping[str, Any]) -> Self:
-        """This module with the values of `params`, nested dicts by attribute, in the place of its parameters.
+        """This module with the values of `params`, nested dicts by attribute, in the place of its parameters; what else
+        is in there is left.
 
         Raises KeyError where one is missing.
         """

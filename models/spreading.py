@@ -15,7 +15,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kv_kernels.tensor_parallel import TensorMesh
-from kv_kernels.weights import Array, BlockQuantWeight, DenseWeight, MixedWeight, StoredWeight, take_columns, untiled
+from kv_kernels.weights import (
+    TILE_ROWS,
+    Array,
+    BlockQuantWeight,
+    DenseWeight,
+    MixedWeight,
+    StoredWeight,
+    take_columns,
+    untiled,
+)
 from models.assembly import ParameterShape, by_path, insert
 from models.placement import Index, check_slices, place_slices
 
@@ -50,15 +59,24 @@ def _spread(leaf: Array | StoredWeight | MixedWeight, sharding: NamedSharding, m
     if isinstance(leaf, DenseWeight):
         return DenseWeight(_spread(leaf.values, sharding, mesh))
     if isinstance(leaf, BlockQuantWeight):
-        host = untiled(jax.tree.map(np.asarray, leaf))
+        host = jax.tree.map(np.asarray, leaf)
         shape = (*leaf.stack, leaf.out_features, leaf.in_features)
-        return place_slices(shape, sharding, lambda index: _cut(host, index))
+        return place_slices(shape, sharding, lambda index: cut(host, index))
     return place_slices(leaf.shape, sharding, np.asarray(leaf).__getitem__)
 
 
-def _cut(weight: BlockQuantWeight, index: Index) -> BlockQuantWeight:
-    *rows, columns = index
-    part: BlockQuantWeight = jax.tree.map(lambda part: part[tuple(rows)], weight)
-    return (
-        part if columns.stop - columns.start == weight.in_features else take_columns(part, columns.start, columns.stop)
-    )
+def cut(weight: BlockQuantWeight, index: Index) -> BlockQuantWeight:
+    """The slice `index` [*stack, rows, columns] of a weight (numpy), row by row; of columns whole blocks."""
+    *stack, rows, columns = index
+    first, beyond = rows.start, rows.stop
+    if weight.in_tiles:
+        # The tiles that hold the rows, so that no more of them than that is laid row by row at a time.
+        skipped = first // TILE_ROWS
+        rows = slice(skipped, -(-beyond // TILE_ROWS))
+        first, beyond = first - skipped * TILE_ROWS, beyond - skipped * TILE_ROWS
+    part: BlockQuantWeight = jax.tree.map(lambda part: part[(*stack, rows)], weight)
+    if columns.stop - columns.start < weight.in_features:
+        part = take_columns(part, columns.start, columns.stop)
+    if weight.in_tiles:
+        part = jax.tree.map(lambda part: part[..., first:beyond, :], untiled(part))
+    return part

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, can_be_tiled, dequantize, tiled
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, can_be_tiled, tiled
 from models.checkpoint import Checkpoint, CheckpointError, Tensor
 from models.placement import Index
 from models.weight_memory import WeightMemory
@@ -80,11 +81,22 @@ class StackReader:
         if len(kinds) > 1 or kinds == ["dense"]:
             return DenseWeight(self._dense(index, dtype))
         names, part = self._names_in(index), index[len(self.stack) :]
-        first = self._read_quantized(names[0], part)
-        stack = jax.tree.map(lambda part: self.memory.empty((len(names), *part.shape), part.dtype), first)
+        stack, form = None, None
         for number, name in enumerate(names):
-            tensor = self._read_quantized(name, part) if number else first
+            tensor = self._read(name, part)
+            assert isinstance(tensor, BlockQuantWeight)
+            form = form or _form(tensor)
+            if _form(tensor) != form:
+                raise CheckpointError(
+                    f"{self.checkpoint.origin}: {name} is quantized with {_form(tensor)}, {names[0]} with {form}: "
+                    "layers that differ in that are not implemented, quantize the model anew"
+                )
+            if self.in_tiles and can_be_tiled(tensor):
+                tensor = tiled(tensor)
+            if stack is None:
+                stack = jax.tree.map(lambda part: self.memory.empty((len(names), *part.shape), part.dtype), tensor)
             jax.tree.map(lambda whole, part, number=number: whole.__setitem__(number, part), stack, tensor)
+            del tensor
             self.checkpoint.release()
         counts = [each.stop - each.start for each in index[: len(self.stack)]]
         return jax.tree.map(lambda whole: whole.reshape(*counts, *whole.shape[1:]), stack)
@@ -123,11 +135,6 @@ class StackReader:
             values += np.float32(offset)
         return values
 
-    def _read_quantized(self, name: str, index: Index) -> BlockQuantWeight:
-        tensor = self._read(name, index)
-        assert isinstance(tensor, BlockQuantWeight)
-        return tiled(tensor) if self.in_tiles and can_be_tiled(tensor) else tensor
-
     def _read(self, name: str, index: Index) -> Tensor:
         if self.row_order is None:
             return self.checkpoint.read(name, index)
@@ -136,3 +143,12 @@ class StackReader:
         first = int(rows.min())
         tensor = self.checkpoint.read(name, (slice(first, int(rows.max()) + 1), *index[1:]))
         return jax.tree.map(lambda part: part[rows - first], tensor)
+
+
+def _form(tensor: BlockQuantWeight) -> str:
+    """What the numbers beside the quants are, for people."""
+    return ", ".join(
+        f"{name} {part.dtype} in {part.shape[-1]} groups"
+        for name, part in (("scales", tensor.scales), ("mins", tensor.mins))
+        if part is not None
+    )

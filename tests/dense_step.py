@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kv_kernels.composition import ComposedKernels, normalize, rotate
+from kv_kernels.dequantize import dequantize
 from kv_kernels.experts import expert_mlp
 from kv_kernels.provider import Scoring
-from kv_kernels.weights import Weight, dequantize, take_layer, take_rows
+from kv_kernels.weights import Weight, take_layer, take_rows
 from models import LoadedModel
 
 

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kv_kernels.dequantize import dequantize
 from kv_kernels.experts import Experts, Routing, expert_mlp, route, tile_width
 from kv_kernels.native import NativeProvider
 from kv_kernels.reference import ReferenceProvider
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight
 
 LAYERS, EXPERTS, HIDDEN, INNER = 2, 5, 32, 64
 PROVIDERS = {"reference": ReferenceProvider(), "native": NativeProvider()}

@@ -17,8 +17,9 @@ from native_case import AVAILABLE_LEVELS, DENSE_KINDS, QUANT_KINDS, alone, ragge
 from native_case import attend as attend_in
 from paged_case import build_table, dense_answer, make_case
 
+from kv_kernels.dequantize import dequantize
 from kv_kernels.native import NativeProvider
-from kv_kernels.weights import dequantize, take_layer
+from kv_kernels.weights import take_layer
 
 NATIVE = NativeProvider()
 KINDS = (*DENSE_KINDS, *QUANT_KINDS)

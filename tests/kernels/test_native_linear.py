@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_case import AVAILABLE_LEVELS, DENSE_KINDS, FEW_QUANT_KINDS, QUANT_KINDS, random_weight, running
 
+from kv_kernels.dequantize import dequantize
 from kv_kernels.native import NativeProvider
 from kv_kernels.reference import ReferenceProvider
-from kv_kernels.weights import DenseWeight, MixedWeight, dequantize, take_layer
+from kv_kernels.weights import DenseWeight, MixedWeight, take_layer
 
 NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
 values_of = jax.jit(lambda weight: dequantize(weight, jnp.float32))
@@ -268,6 +269,7 @@ def test_quants_without_their_scales_are_an_error():
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
+        (lambda q, s, m: (q[:, :0], s[:, :0], m[:, :0]), "weight has 0 bytes in sixteen rows"),
         (lambda q, s, m: (q[:, :800], s, m), "weight has 800 bytes in sixteen rows, wanted a multiple of 256"),
         (lambda q, s, m: (q, s[:, :32], m), "scales has 1 x 2 x 32 numbers, wanted 1 x 2 x 64"),
         (lambda q, s, m: (q, s, m[:1]), "mins has 1 x 1 x 64 numbers, wanted 1 x 2 x 64"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from native_case import random_weight
 
-from kv_kernels.weights import BlockQuantWeight, can_be_tiled, dequantize, take_layer, take_rows, tiled, untiled
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, can_be_tiled, take_columns, take_layer, take_rows, tiled, untiled
 
 
 def rows_of(kind: str, *stack: int, out_features: int = 48, in_features: int = 96) -> BlockQuantWeight:
@@ -50,6 +51,13 @@ def test_layers_and_rows_are_taken_as_from_any_weight(kind: str) -> None:
     np.testing.assert_array_equal(
         dequantize(got, jnp.float32), np.asarray(dequantize(weight, jnp.float32))[1][[0, 47, 16, 5, 47, 0]]
     )
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 32), (32, 64), (64, 96), (0, 96)])
+def test_columns_are_taken_as_from_any_weight(start: int, stop: int) -> None:
+    weight = rows_of("q4_1", 2, in_features=96)
+    got = untiled(take_columns(tiled(weight), start, stop))
+    jax.tree.map(np.testing.assert_array_equal, got, take_columns(weight, start, stop))
 
 
 @pytest.mark.parametrize(

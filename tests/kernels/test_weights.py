@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize, take_layer, take_rows
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, take_layer, take_rows
 
 KINDS = ["q8_0", "q4_0", "q4_1"]
 

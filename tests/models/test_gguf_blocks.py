@@ -11,7 +11,8 @@ from model_files import random_k_blocks, write_gguf
 
 from benchmarks.random_llama import write_random_llama
 from kv_execution import EngineConfig, PagedEngine, SamplingParams
-from kv_kernels.weights import BlockQuantWeight, MixedWeight, dequantize, take_columns, take_rows
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, MixedWeight, take_columns, take_rows
 from models import load_model
 from models.gguf_blocks import split_blocks
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from model_files import gguf_name, read_tensors, write_gguf
 
 from kv_common.errors import JaxkvError
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, dequantize, take_layer
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, take_layer
 from models import CheckpointError, UnsupportedModelError, load_model
 from models.assembly import by_path
 from models.gguf_file import read_gguf

@@ -8,10 +8,11 @@ from model_files import copy_case, write_gguf
 
 from benchmarks.random_llama import write_random_llama
 from kv_kernels.tensor_parallel import KV_HEAD_REPLICA, KV_HEAD_SHARD, TensorParallelError
-from kv_kernels.weights import BlockQuantWeight, untiled
+from kv_kernels.weights import BlockQuantWeight, tiled, untiled
 from models import load_model
 from models.gguf_loader import GgufCheckpoint
 from models.safetensors_loader import SafetensorsCheckpoint
+from models.spreading import cut
 
 TABLE = {
     "embedding.weight": (),
@@ -121,6 +122,17 @@ def test_a_block_that_would_be_cut_is_refused_before_anything_is_read(golden, tm
         "layers.attention.o.weight has 64 inputs in blocks of 32, and 4 devices would hold 16 each, which cuts a "
         "block: choose another tensor_parallel, or a file that is not quantized"
     )
+
+
+def test_slices_of_a_weight_in_tiles_may_cut_them():
+    rng = np.random.default_rng(1)
+    quants = rng.integers(0, 256, (2, 48, 48), np.uint8)
+    scales, mins = rng.standard_normal((2, 2, 48, 3)).astype(np.float16)
+    weight = BlockQuantWeight(quants, scales, mins, "q4_1")
+    for rows in (slice(0, 48), slice(16, 32), slice(8, 24), slice(24, 25)):
+        for columns in (slice(0, 96), slice(32, 96)):
+            index = (slice(0, 2), rows, columns)
+            jax.tree.map(np.testing.assert_array_equal, cut(tiled(weight), index), cut(weight, index))
 
 
 def test_a_spread_model_is_known_by_its_content(golden, tmp_path):

@@ -13,7 +13,8 @@ import pytest
 from model_files import copy_case
 
 from kv_common.errors import JaxkvError
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight
 from models import load_model
 
 Parts = dict[str, np.ndarray]
@@ -223,6 +224,17 @@ def test_inputs_in_the_order_of_their_activations_are_refused_with_the_remedy(go
 def test_zero_points_that_contradict_a_symmetric_configuration_are_named(golden: Path, tmp_path: Path) -> None:
     write_quantized(golden, tmp_path, gptq(1), GPTQ | {"sym": True})
     assert "zero points other than 8" in refusal_of(tmp_path)
+
+
+def test_layers_with_scales_of_different_types_are_named(golden: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.scales"
+    write_quantized(
+        *(golden, tmp_path, gptq(1), GPTQ),
+        lambda tensors: tensors | {name: tensors[name].astype(ml_dtypes.bfloat16)},
+    )
+    message = refusal_of(tmp_path)
+    assert "model.layers.1.mlp.up_proj.weight is quantized with scales float32 in 2 groups" in message
+    assert "model.layers.0.mlp.up_proj.weight with scales float16 in 2 groups" in message
 
 
 def test_a_missing_part_and_a_stray_one_are_named(golden: Path, tmp_path: Path) -> None:

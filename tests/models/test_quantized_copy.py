@@ -9,7 +9,8 @@ import pytest
 from model_files import copy_case, read_tensors, write_gguf
 
 from kv_common.errors import JaxkvError
-from kv_kernels.weights import BlockQuantWeight, DenseWeight, dequantize
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, DenseWeight
 from models import LoadProgress, load_model
 from models.assembly import by_path
 from models.block_quantizer import KINDS, pack_rows, round_rows

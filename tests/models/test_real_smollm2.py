@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from dense_step import DenseModel
 
-from kv_kernels.weights import BlockQuantWeight, dequantize, take_layer
+from kv_kernels.dequantize import dequantize
+from kv_kernels.weights import BlockQuantWeight, take_layer
 from models import LoadedModel, load_model
 from models.assembly import by_path
 from models.families.llama import FAMILY

@@ -17,7 +17,8 @@ constexpr bool has_mins(WeightKind kind) {
   return row_kind(kind) == WeightKind::kQ4_1 || kind == WeightKind::kNibbles;
 }
 
-// Sixteen rows of a weight; those past the last one repeat it, and their results are of no use.
+// Sixteen rows of a weight; those past the last one repeat it, and their results are of no use. Weights in tiles have no
+// such rows, and `output` is the first of a tile.
 template <WeightKind kRowsKind>
 class TileRows {
  public:

@@ -10,9 +10,9 @@
 namespace jaxkv {
 
 enum class Element { kF32, kF16, kBF16 };
-// The first three quantized kinds have a float16 for every block of 32. The others have numbers for groups of any size,
-// to be multiplied by small integers or not: kBytes, kNibbles, kFiveBits, kSixBits by what a quant takes, kFloat8 by e4m3.
-// Of kQ4_0Tiles and kQ4_1Tiles sixteen rows lie together, see WeightTile.
+// kQ8_0, kQ4_0 and kQ4_1 have a float16 for every block of 32, and so have kQ4_0Tiles and kQ4_1Tiles, of which sixteen
+// rows lie together, see WeightTile. The others have numbers for groups of any size, to be multiplied by small integers or
+// not: kBytes, kNibbles, kFiveBits, kSixBits by what a quant takes, kFloat8 by e4m3.
 enum class WeightKind {
   kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ4_0Tiles, kQ4_1Tiles, kBytes, kNibbles, kFiveBits, kSixBits, kFloat8
 };
@@ -61,7 +61,7 @@ struct WeightView {
   int64_t in_features;
   const void* values;
   const uint16_t* scales;  // f16 [out, in/32], or by tiles, of the kinds that have one for every block
-  const uint16_t* mins;    // the same; q4_1 only
+  const uint16_t* mins;    // the same; q4_1 alone, in rows or tiles
   // Of the other kinds: what lies above the low four bits of quants, a word of 32 bits a block and bit, the lower bit
   // first; scales; mins, or what is taken off every quant where there are none.
   const uint8_t* high_bits;

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kTasksPerThread = 3;
 constexpr int64_t kChunkOutputs = 16;  // a task has a multiple of so many: all levels multiply them in whole groups
+static_assert(kChunkOutputs % WeightTile::kRows == 0 && kOutputBlock % WeightTile::kRows == 0);
 constexpr int64_t kSerialTokens = 32;  // so few are prepared by the caller: cheaper than waking a thread
 
 struct Matrix {

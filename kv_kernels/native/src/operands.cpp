@@ -191,7 +191,7 @@ WeightView PartReader::weight_tiles(WeightKind kind) {
   const MatrixPart quants = matrix("weight", {kU8});
   if (check_.failed() || !check_.index("layer", picked_, quants.layers)) return view;
   const int64_t blocks = quants.columns / WeightTile::kBlockBytes;
-  if (!check_.require(quants.columns % WeightTile::kBlockBytes == 0, "weight has ", quants.columns,
+  if (!check_.require(blocks > 0 && quants.columns % WeightTile::kBlockBytes == 0, "weight has ", quants.columns,
                       " bytes in sixteen rows, wanted a multiple of ", WeightTile::kBlockBytes)) {
     return view;
   }
