@@ -61,7 +61,7 @@ def current_platform() -> str:
 
 
 def _pallas(needs: KernelNeeds) -> KernelProvider:
-    from kv_kernels.pallas import PallasProvider  # Triton's dialect takes a fifth of a second, which a CPU can save
+    from kv_kernels.pallas import PallasProvider  # with Triton's dialect, which a CPU need not wait for
 
     return PallasProvider(interpret=needs.platform == "cpu")
 
