@@ -63,23 +63,28 @@ def _setting(name: str) -> Any:
 
 
 class _Catcher:
-    """Records the warnings of several threads, each of which may begin and end when it likes."""
+    """Records jax's warnings about the cache for several threads, each of which may begin and end when it likes.
+
+    Filters of warnings are the whole process's, so every other warning goes on to whom it would have reached: raised
+    here it would end a step, whichever thread it came from.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._caught: list[warnings.WarningMessage] = []
+        self._faults: list[str] = []
         self._undo = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[list[warnings.WarningMessage]]:
+    def recording(self) -> Iterator[list[str]]:
         """Yields a list, which has what came when all are out; so it has nothing where others are still inside."""
-        ended: list[warnings.WarningMessage] = []
+        ended: list[str] = []
         with self._lock:
             self._inside += 1
             if self._inside == 1:
-                self._caught = self._undo.enter_context(warnings.catch_warnings(record=True))
-                warnings.simplefilter("always")
+                self._faults = []
+                self._undo.enter_context(warnings.catch_warnings())
+                self._record_faults()
         try:
             yield ended
         finally:
@@ -87,7 +92,20 @@ class _Catcher:
                 self._inside -= 1
                 if not self._inside:
                     self._undo.close()
-                    ended += self._caught
+                    ended += self._faults
+
+    def _record_faults(self) -> None:
+        faults, show = self._faults, warnings.showwarning
+
+        def record(message: Warning | str, *where: Any, **more: Any) -> None:
+            fault = _FAULT.match(str(message))
+            if fault is None:
+                show(message, *where, **more)
+            else:
+                faults.append(fault[1])
+
+        warnings.filterwarnings("always", _FAULT.pattern)
+        warnings.showwarning = record
 
 
 _catcher = _Catcher()
@@ -98,15 +116,9 @@ def reporting_cache_faults() -> Iterator[None]:
     """Around whatever may compile, on any thread: jax's warnings about the cache become one line, and what was damaged
     is deleted.
     """
-    with _catcher.recording() as caught:
+    with _catcher.recording() as faults:
         yield
-    programs = set()
-    for warning in caught:
-        fault = _FAULT.match(str(warning.message))
-        if fault is None:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        else:
-            programs.add(fault[1])
+    programs = sorted(set(faults))
     folder = _setting("jax_compilation_cache_dir")
     if programs and folder:
         # Only in the folder that is ours: what a user's own has is the user's.
@@ -115,5 +127,5 @@ def reporting_cache_faults() -> Iterator[None]:
             with contextlib.suppress(OSError):
                 entry.unlink()
         logger.warning(
-            "the compilation cache in %s failed for %s, which was compiled anew", folder, ", ".join(sorted(programs))
+            "the compilation cache in %s failed for %s, which was compiled anew", folder, ", ".join(programs)
         )

@@ -127,14 +127,12 @@ async def _serve(
 
     context, start_engine = open_context(settings, load, on_state)
     engine = context.engine
-    draining: list[asyncio.Task[None]] = []
+    asked_to_drain = asyncio.Event()
 
     def drain() -> None:
         context.draining = True
         with contextlib.suppress(RuntimeError):  # of a loop that is closed: the server has ended already
-            loop.call_soon_threadsafe(
-                lambda: draining.append(loop.create_task(_drain(context, server, settings.drain_s)))
-            )
+            loop.call_soon_threadsafe(asked_to_drain.set)
 
     config = uvicorn.Config(
         create_app(context, settings.api_keys),
@@ -153,9 +151,12 @@ async def _serve(
         logger.warning("anyone who reaches this address may ask: give an API key, or listen on 127.0.0.1 alone")
     on_listening(RunningServer(url, context, drain))
     start_engine()
+    # Waits from the start: a task that is made when the signal comes may be made of a loop that is about to close.
+    draining = asyncio.create_task(_drain(asked_to_drain, context, server, settings.drain_s))
     try:
         await server.serve(sockets=[listener])
     finally:
+        draining.cancel()
         ended = await asyncio.to_thread(engine.stop, LEAVE_S)
         if context.traces is not None:
             await asyncio.to_thread(context.traces.close, LEAVE_S)
@@ -206,7 +207,8 @@ def open_context(
     return context, lambda: engine.start(load_engine)
 
 
-async def _drain(context: ServerContext, server: uvicorn.Server, drain_s: float) -> None:
+async def _drain(asked: asyncio.Event, context: ServerContext, server: uvicorn.Server, drain_s: float) -> None:
+    await asked.wait()
     logger.info("draining", extra={"fields": {"active": context.active_requests}})
     end_s = time.monotonic() + drain_s
     while server.server_state.tasks and time.monotonic() < end_s:  # also those that are still being read

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from kv_execution.compilation_cache import default_cache_folder
+from kv_execution.compilation_cache import default_cache_folder, reporting_cache_faults
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CODE = """
@@ -121,3 +123,29 @@ def test_it_can_be_turned_off_and_a_folder_of_the_users_own_is_kept(golden: Path
     own = str(tmp_path / "own")
     assert run(golden, tmp_path, prompts=one, JAX_COMPILATION_CACHE_DIR=own).folder == own
     assert entries(tmp_path) == []
+
+
+def test_warnings_of_others_meanwhile_go_where_they_would_have_gone(caplog: pytest.LogCaptureFixture) -> None:
+    raised: list[Warning] = []
+
+    def warn() -> None:
+        try:
+            warnings.warn("of another thread", RuntimeWarning, stacklevel=1)
+        except RuntimeWarning as warning:
+            raised.append(warning)
+
+    other = threading.Thread(target=warn)
+    with reporting_cache_faults():  # filters of this suite make every warning an error
+        other.start()
+        other.join()
+    assert [str(warning) for warning in raised] == ["of another thread"]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "not to be shown")
+        with reporting_cache_faults():
+            fault = "Error reading persistent compilation cache entry for 'f': ValueError"
+            for text in ("not to be shown", "to be shown", fault):
+                warnings.warn(text, UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["to be shown"]
+    (told,) = caplog.messages  # of the suite's own folder, which is not the engine's to delete from
+    assert "failed for f, which was compiled anew" in told
