@@ -49,7 +49,12 @@ struct Call {
 void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
   const Kernels& level = kernels();
   const int64_t in = call.in_features;
+  const WeightView& weight = call.matrices[0].weight;
   const bool is_wide = call.x_type == Element::kF32;
+  if (call.products().pack_narrow != nullptr && call.x_type == Element::kBF16 && call.norm == nullptr) {
+    const char* source = static_cast<const char*>(call.x) + first * in * element_size(call.x_type);
+    return call.products().pack_narrow(weight, source, last - first, packed);
+  }
   const auto rows = [&](int64_t offset, int64_t count) -> const float* {
     const char* source = static_cast<const char*>(call.x) + (first + offset) * in * element_size(call.x_type);
     if (is_wide && call.norm == nullptr) return reinterpret_cast<const float*>(source);
@@ -62,7 +67,7 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
     }
     return wide;
   };
-  call.products().pack(call.matrices[0].weight, rows, last - first, packed);
+  call.products().pack(weight, rows, last - first, packed);
 }
 
 void add_bias(const float* bias, int64_t tokens, int64_t outputs, float* results) {
@@ -101,6 +106,19 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
   const Matrix& matrix = call.matrices[index];
   const int64_t begin = (chunk_index - matrix.first_chunk) * call.chunk;
   const int64_t end = std::min(begin + call.chunk, matrix.weight.out_features);
+  if (products.finished_product != nullptr && matrix.out_type == Element::kBF16) {
+    const Matrix* gate = gated ? &call.matrices[0] : nullptr;
+    const int64_t stride = matrix.weight.out_features, at = first_token * stride * element_size(matrix.out_type);
+    const void* residual = call.residual == nullptr ? nullptr : static_cast<const char*>(call.residual) + at;
+    const Finish finish{matrix.bias,
+                        gate == nullptr ? nullptr : gate->bias,
+                        call.activation,
+                        residual,
+                        static_cast<char*>(matrix.out) + at,
+                        stride};
+    return products.finished_product(matrix.weight, gate == nullptr ? nullptr : &gate->weight, packed, tokens, begin,
+                                     end - begin, finish);
+  }
   alignas(64) float results[kTokenBlock * kOutputBlock];
   alignas(64) float gates[kTokenBlock * kOutputBlock];
   for (int64_t first = begin; first < end; first += kOutputBlock) {
