@@ -243,11 +243,11 @@ void narrow_attend(const Attention& a, const QueryTile* tiles, int64_t count, He
   }
 }
 
-void narrow_attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, float* partials,
-                         float* scratch) {
-  if (!is_narrow(a)) return avx512_kernels().attend_split(a, tile, heads, split, partials, scratch);
-  with_block(a, tile.tokens, scratch, [&](auto* block) {
-    attend_split<std::remove_pointer_t<decltype(block)>>(a, tile, heads, split, partials, scratch);
+void narrow_attend_split(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t split,
+                         float* partials, float* scratch) {
+  if (!is_narrow(a)) return avx512_kernels().attend_split(a, tiles, count, heads, split, partials, scratch);
+  with_block(a, tiles[0].tokens, scratch, [&](auto* block) {
+    attend_split<std::remove_pointer_t<decltype(block)>>(a, tiles, count, heads, split, partials, scratch);
   });
 }
 

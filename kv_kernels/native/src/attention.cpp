@@ -72,7 +72,7 @@ void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<Q
     if (task.split < 0) {
       level.attend(a, task.tiles, task.count, task.heads, scratch);
     } else {
-      level.attend_split(a, *task.tiles, task.heads, task.split, sums + task.sums, scratch);
+      level.attend_split(a, task.tiles, task.count, task.heads, task.split, sums + task.sums, scratch);
     }
   });
   parallel_for(pool, static_cast<int64_t>(work.merges().size()), [&](int64_t index) {

@@ -113,13 +113,15 @@ static void attend(const Attention& a, const QueryTile* tiles, int64_t count, He
 }
 
 template <class Block>
-static void attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, float* partials,
-                         float* memory) {
-  const int64_t size = partial_size<typename Block::Simd>(a, tile.tokens);
-  KeysAhead ahead(a, &tile, 1, heads, (split + 1) * kSplitKeys);
-  Heads<Block>(a, tile, heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
-    return block.sums(partials + head * size);
-  });
+static void attend_split(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t split,
+                         float* partials, float* memory) {
+  const int64_t size = partial_size<typename Block::Simd>(a, tiles[0].tokens);
+  KeysAhead ahead(a, tiles, count, heads, split * kSplitKeys, (split + 1) * kSplitKeys);
+  for (int64_t i = 0; i < count; ++i, partials += a.kv_heads * size) {
+    Heads<Block>(a, tiles[i], heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
+      return block.sums(partials + head * size);
+    });
+  }
 }
 
 template <class S>

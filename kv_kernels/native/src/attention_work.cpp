@@ -34,8 +34,7 @@ AttentionWork::AttentionWork(const Attention& a, const std::vector<QueryTile>& t
     return is_few(tile) && shared_[static_cast<size_t>(&tile - begin_)].empty();
   };
   int64_t keys = 0;
-  for (const QueryTile* tile : few)
-    if (is_alone(*tile)) keys += keys_of(*tile);
+  for (const QueryTile* tile : few) keys += keys_of(*tile) - shared_keys(*tile);
   // Keys come soonest in the order they lie in, one tile's after the other's; but no thread is to be without work.
   const int64_t wanted = kTasksPerThread * threads, share = keys / wanted;
   const int64_t heads_of_few = static_cast<int64_t>(few.size()) >= wanted ? a.kv_heads : 1;
@@ -47,7 +46,7 @@ AttentionWork::AttentionWork(const Attention& a, const std::vector<QueryTile>& t
         taken += keys_of(*next);
       tasks_.push_back({tile, next - tile, {0, a.kv_heads}, -1, 0});
     } else if (is_few(*tile)) {
-      add_splits(*tile, heads_of_few);
+      add_splits(*tile, heads_of_few, share);
     } else {
       for (int64_t head = 0; head < a.kv_heads; ++head) tasks_.push_back({tile, 1, {head, 1}, -1, 0});
     }
@@ -56,7 +55,7 @@ AttentionWork::AttentionWork(const Attention& a, const std::vector<QueryTile>& t
 }
 
 // A tile in tasks of one split each, those that it shares left out.
-void AttentionWork::add_splits(const QueryTile& tile, int64_t heads) {
+void AttentionWork::add_splits(const QueryTile& tile, int64_t heads, int64_t share) {
   const std::vector<SplitPlace>& shared = shared_[static_cast<size_t>(&tile - begin_)];
   const int64_t first = tile.oldest_key(a_.window) / kSplitKeys + static_cast<int64_t>(shared.size());
   const int64_t last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
@@ -69,9 +68,26 @@ void AttentionWork::add_splits(const QueryTile& tile, int64_t heads) {
   for (int64_t split = first; split < last; ++split) {
     const int64_t sums = whole ? 0 : take_sums(tile.tokens);
     for (int64_t head = 0; head < a_.kv_heads; head += heads)
-      tasks_.push_back({&tile, 1, {head, heads}, whole ? -1 : split, sums + head * head_floats});
+      add_split({&tile, 1, {head, heads}, whole ? -1 : split, sums + head * head_floats}, share);
     if (!whole) places_.push_back({sums, head_floats, tile.tokens * (a_.heads / a_.kv_heads), 0});
   }
+}
+
+// The same split of the next tile joins the last task, up to `share` keys.
+void AttentionWork::add_split(const AttentionTask& task, int64_t share) {
+  const int64_t begin = task.split * kSplitKeys, left = task.tiles->end_key() - begin;
+  const int64_t keys = left < kSplitKeys ? left : kSplitKeys;
+  if (!tasks_.empty() && task.split >= 0) {
+    AttentionTask& last = tasks_.back();
+    if (last.split == task.split && last.tiles + last.count == task.tiles && last.tiles->tokens == task.tiles->tokens &&
+        last.heads.count == a_.kv_heads && task.heads.count == a_.kv_heads && keys_together_ < share) {
+      ++last.count;
+      keys_together_ += keys;
+      return;
+    }
+  }
+  tasks_.push_back(task);
+  keys_together_ = keys;
 }
 
 // Room for the sums of one split of so many tokens; where those of head 0 begin.

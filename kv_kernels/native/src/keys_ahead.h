@@ -11,11 +11,13 @@ namespace jaxkv {
 
 class KeysAhead {
  public:
-  // Blocks of kKeyBlock keys of `tiles`, one tile after the other, none past `stop_key`. Only lone tokens wait for
-  // keys: many find a block in a cache when they are done with the last.
-  KeysAhead(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t stop_key = INT64_MAX)
+  // Blocks of kKeyBlock keys of `tiles`, one tile after the other, from `start_key` on and none past `stop_key`. Only
+  // lone tokens wait for keys: many find a block in a cache when they are done with the last.
+  KeysAhead(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t start_key = 0,
+            int64_t stop_key = INT64_MAX)
       : a_(a),
         last_(tiles + count),
+        start_key_(start_key),
         stop_key_(stop_key),
         slot_bytes_(a.kv_heads * head_bytes()),
         first_byte_(heads.first * head_bytes()),
@@ -25,9 +27,10 @@ class KeysAhead {
   void reading(const QueryTile& tile, int64_t first) {
     const QueryTile* next = &tile;
     key_ = first + kKeyBlock;
-    if (key_ >= tile.end_key()) {
+    if (key_ >= tile.end_key() || key_ >= stop_key_) {
       ++next;
-      key_ = next < last_ ? next->oldest_key(a_.window) : 0;
+      const int64_t oldest = next < last_ ? next->oldest_key(a_.window) : 0;
+      key_ = oldest < start_key_ ? start_key_ : oldest;
     }
     end_ = 0;
     if (tile.tokens > 1 || next == last_) return;
@@ -73,7 +76,7 @@ class KeysAhead {
   const Attention& a_;
   const QueryTile* last_;
   const QueryTile* tile_ = nullptr;
-  int64_t stop_key_, slot_bytes_, first_byte_, bytes_;
+  int64_t start_key_, stop_key_, slot_bytes_, first_byte_, bytes_;
   int64_t key_ = 0, end_ = 0, byte_ = 0, left_in_page_ = 0;
   const char *k_ = nullptr, *v_ = nullptr;
 };
