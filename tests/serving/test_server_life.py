@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from lora_files import write_adapter
 from patience import HANG_S, reserved_port, wait_for
 from server_case import ENGINE, Case, get, running_server
@@ -244,6 +245,19 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(caplog: p
     with pytest.raises(CheckpointError, match="the weights are not there"):
         serve(ServerSettings(name="x", port=0), load)
     assert [record.exc_info or None for record in caplog.records if record.levelname == "ERROR"] == [None]
+
+
+def test_a_connection_that_idles_is_for_its_client_to_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[uvicorn.Config] = []
+
+    def noted(*arguments: Any, **options: Any) -> uvicorn.Config:
+        made.append(uvicorn_config(*arguments, **options))
+        return made[0]
+
+    uvicorn_config = uvicorn.Config
+    monkeypatch.setattr(uvicorn, "Config", noted)
+    with running_server(tmp_path):
+        assert made[0].timeout_keep_alive > 60
 
 
 def test_the_body_of_an_answer_does_not_wait_until_its_headers_are_acknowledged() -> None:
