@@ -11,11 +11,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 from default_provider import PROVIDER
 from patience import HANG_S, wait_for
 from tiny_model import write_tiny_model
 
 from kv_execution import EngineConfig, PagedEngine
+from kv_serving.server import grammars
 from kv_serving.server.run import Loaded, RunningServer, ServerSettings, serve
 from models import LoadedModel, load_model
 
@@ -102,18 +104,20 @@ def running_server(
         ),
         daemon=True,
     )
-    thread.start()
-    server = listening.get(timeout=HANG_S)
-    try:
-        if load is None:
-            wait_for(lambda: server.context.readiness == "ready")
-        with httpx.Client(base_url=server.url, timeout=HANG_S, trust_env=False) as http:
-            yield Case(server, model, engine, http)
-    finally:
-        server.drain()
-        thread.join(HANG_S)
-        assert not thread.is_alive()
-        wait_for(lambda: server.context.engine.stop(HANG_S))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "COMPILE_S", HANG_S)  # a form takes milliseconds, on a machine that does not pause
+        thread.start()
+        server = listening.get(timeout=HANG_S)
+        try:
+            if load is None:
+                wait_for(lambda: server.context.readiness == "ready")
+            with httpx.Client(base_url=server.url, timeout=HANG_S, trust_env=False) as http:
+                yield Case(server, model, engine, http)
+        finally:
+            server.drain()
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+            wait_for(lambda: server.context.engine.stop(HANG_S))
 
 
 def get(url: str) -> tuple[int, bytes]:
