@@ -448,7 +448,7 @@ def port() -> Iterator[int]:
 
 
 HELD_WHILE_IT_LOADS = """
-import time
+import sys, time
 from kv_execution import PagedEngine
 from kv_serving.cli import main
 
@@ -458,6 +458,7 @@ def held(self, progress, **options):
     def hold(done, shape):
         progress(done, shape)
         if done == 2:
+            print("held", file=sys.stderr, flush=True)
             time.sleep(3600)
     return warm_up(self, hold, **options)
 
@@ -486,15 +487,19 @@ def test_a_server_that_is_killed_is_ready_again_and_compiles_nothing_that_it_had
     def misses() -> int:
         return log.read_bytes().count(b"PERSISTENT COMPILATION CACHE MISS")
 
+    def held() -> bool:
+        return ready("/health") and b"held\n" in log.read_bytes()
+
     server = start(HELD_WHILE_IT_LOADS)
-    wait_for(lambda: ready("/health") and cache.is_dir() and len(list(cache.iterdir())) > 2)
+    wait_for(held)
     assert not ready()
     server.kill()
     server.wait()
     compiled = set(cache.iterdir())
-    server = start()
-    wait_for(lambda: ready("/health"))
-    server.terminate()  # which may well be while it loads
+    assert len(compiled) > 2
+    server = start(HELD_WHILE_IT_LOADS)
+    wait_for(held)
+    server.terminate()
     assert server.wait(HANG_S) == 0
     server = start()
     wait_for(ready)
