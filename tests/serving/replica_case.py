@@ -14,6 +14,8 @@ from patience import HANG_S, reserved_port, wait_for
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+# Ray gives up where one of its own calls takes longer, as it may while everything starts at once on a busy machine.
+ENVIRONMENT["RAY_gcs_server_request_timeout_seconds"] = f"{HANG_S:.0f}"
 START = "from kv_serving.cli import main; main()"
 
 
