@@ -14,8 +14,15 @@ from patience import HANG_S, reserved_port, wait_for
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
-# Ray gives up where one of its own calls takes longer, as it may while everything starts at once on a busy machine.
-ENVIRONMENT["RAY_gcs_server_request_timeout_seconds"] = f"{HANG_S:.0f}"
+# Ray gives up where an answer of its own parts takes longer, as it may while all of them start on a busy machine.
+ENVIRONMENT |= dict.fromkeys(
+    (
+        "RAY_gcs_server_request_timeout_seconds",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S",
+    ),
+    f"{HANG_S:.0f}",
+)
 START = "from kv_serving.cli import main; main()"
 
 
