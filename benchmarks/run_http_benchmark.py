@@ -8,13 +8,14 @@ process of their own. The answers of both arms have to be the same.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +67,19 @@ def run(options: argparse.Namespace) -> int:
         max_context=trace.longest_context + 1,
     )
     engine = start_engine(model, config, console, warm_up=True)
-    server = start_server(model, engine, options.clients)
     alone, served, same = [], [], True
-    for index in range(options.passes + 1):
-        expected, alone_measures = run_alone(model, engine, trace)
-        texts, served_measures = run_served(server.url, engine, trace, options.clients)
-        same = same and texts == expected
-        console.print(
-            f"pass {index}: {alone_measures['output_throughput'].value:.1f} tokens/s alone, "
-            f"{served_measures['output_throughput'].value:.1f} through HTTP"
-        )
-        if index:
-            alone.append(alone_measures)
-            served.append(served_measures)
-    server.drain()
+    with started(model, engine, options.clients) as server:
+        for index in range(options.passes + 1):
+            expected, alone_measures = run_alone(model, engine, trace)
+            texts, served_measures = run_served(server.url, engine, trace, options.clients)
+            same = same and texts == expected
+            console.print(
+                f"pass {index}: {alone_measures['output_throughput'].value:.1f} tokens/s alone, "
+                f"{served_measures['output_throughput'].value:.1f} through HTTP"
+            )
+            if index:
+                alone.append(alone_measures)
+                served.append(served_measures)
     described = {**vars(options), "model": model.spec.name, "same_answers": same}
     columns = {
         heading: figures_of(f"http.{heading}", passes, workload=described, dtype=model.spec.dtype)
@@ -100,15 +100,21 @@ def run(options: argparse.Namespace) -> int:
     return 0 if same else 1
 
 
-def start_server(model: LoadedModel, engine: PagedEngine, clients: int) -> RunningServer:
-    """A server over `engine`, in a thread."""
+@contextlib.contextmanager
+def started(model: LoadedModel, engine: PagedEngine, clients: int) -> Iterator[RunningServer]:
+    """A server over `engine`, in a thread that ends with it."""
     listening: queue.Queue[RunningServer] = queue.Queue()
     settings = ServerSettings(name="model", port=0, limits=Limits(max_concurrent=2 * clients))
-    threading.Thread(target=serve, args=(settings, lambda: Loaded(model, engine), listening.put), daemon=True).start()
-    server = listening.get(timeout=60)
-    while server.context.readiness != "ready":
-        time.sleep(0.01)
-    return server
+    thread = threading.Thread(target=serve, args=(settings, lambda: Loaded(model, engine), listening.put), daemon=True)
+    thread.start()
+    server = listening.get(timeout=300)
+    try:
+        while server.context.readiness != "ready":
+            time.sleep(0.01)
+        yield server
+    finally:
+        server.drain()
+        thread.join()
 
 
 def run_alone(model: LoadedModel, engine: PagedEngine, trace: Workload) -> tuple[list[str], Measures]:

@@ -16,6 +16,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # emitters, which only the tests have that ask for `fully_optimized`, and those that `make test-slow` runs anew. XLA's
 # own passes are everywhere what users have.
 FLAGS = ["--xla_force_host_platform_device_count=8"]
+# The threads of these devices meet for each sum, and XLA ends the process where one is 40 s late: on a machine that
+# pauses, or runs much else, that is no fault of anybody's.
+FLAGS += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
 if os.environ["JAX_PLATFORMS"] == "cpu" and "JAXKV_TEST_PROVIDER" not in os.environ:
     FLAGS += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     FLAGS += ["--xla_cpu_use_fusion_emitters=false"]

@@ -7,6 +7,7 @@ groups that only waited are queued again. Where even that fails the loop ends, a
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -294,5 +295,5 @@ class EngineLoop:
         self._call(lambda: self._on_state(state))
 
     def _call(self, function: Callable[[], object]) -> None:
-        if not self.loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: the server has ended already
             self.loop.call_soon_threadsafe(function)

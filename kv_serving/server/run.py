@@ -42,6 +42,11 @@ LEAVE_S = 1
 """How long connections, and then a step of the engine, have to end once requests have been told that they do."""
 
 
+KEEP_ALIVE_S = 75
+"""How long a connection may idle. Clients and proxies keep theirs for 5 to 60 s and have to be first to close it: a
+request that is sent while the server closes gets no answer."""
+
+
 class EngineFailedError(JaxkvError):
     """The engine's thread ended while the server ran."""
 
@@ -142,6 +147,7 @@ async def _serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LEAVE_S,
     )
     server = _Server(config, drain)

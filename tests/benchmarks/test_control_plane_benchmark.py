@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import HANG_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +19,7 @@ def test_the_headline_is_printed_per_step_and_per_request():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     figures = {line["name"]: line for line in map(json.loads, run.stdout.splitlines())}
     step, per_request = (figures[f"control_plane.headline.step_cpu{suffix}"] for suffix in ("", "_per_request"))

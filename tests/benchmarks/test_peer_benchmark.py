@@ -1,12 +1,15 @@
 """Timelines become the numbers that they stand for, targets are met for the right reason, a missing peer is a line."""
 
+import itertools
 import json
 import sys
+from types import SimpleNamespace
 
+import machine_limits
 import pytest
 import run_peer_benchmark
 from gguf_forms import ModelCosts
-from machine_limits import MachineLimits, compiled_loops
+from machine_limits import FMA_CHAINS, FMA_ROUNDS, MATRIX, MachineLimits, compiled_loops
 from peer_comparison import Comparison, Entrant, for_pass
 from peer_process import PeerProcess
 from peer_targets import Target, judge, limit_seconds, limits_of, measures_of
@@ -140,12 +143,17 @@ def test_no_pass_finds_the_prompts_of_another_and_all_of_a_pass_still_share():
     assert for_pass("trace", workload, 1, 48).requests[0].max_tokens == 64
 
 
-def test_the_machine_reads_and_multiplies_by_every_method():
-    machine = MachineLimits(threads=1)
-    methods = {"blas"} if compiled_loops() is None else {"blas", "loop"}
-    for found in (machine.read_bandwidth(1 << 20), machine.multiply_adds()):
-        assert set(found) == methods
-        assert min(found.values()) > 1e6
+def test_the_machine_reads_and_multiplies_by_every_method(monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(machine_limits, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))  # one for each
+    machine, loops = MachineLimits(threads=1), compiled_loops()
+    methods = {"blas"} if loops is None else {"blas", "loop"}
+    assert machine.read_bandwidth(1 << 20) == dict.fromkeys(methods, 1 << 30)
+    found = machine.multiply_adds()
+    assert set(found) == methods
+    assert found["blas"] == 2 * MATRIX**3
+    if loops is not None:
+        assert found["loop"] == 2 * FMA_ROUNDS * FMA_CHAINS * loops.lane_count()
     tiles = machine.tile_multiply_adds()
     assert all(value > found["loop"] for value in tiles.values())
 

@@ -10,6 +10,7 @@ import pytest
 import run_prefix_cache_benchmark
 import run_serving_benchmark
 from arms import open_benchmark_model, progress_console
+from patience import HANG_S
 
 from kv_execution import PagedEngine
 from kv_serving.session import start_engine
@@ -185,7 +186,7 @@ def test_the_script_explains_itself_from_any_folder(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert "--tiny" in run.stdout
 

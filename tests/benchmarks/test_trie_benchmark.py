@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import HANG_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +19,7 @@ def test_every_operation_is_printed_per_page_for_every_size():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     figures = [json.loads(line) for line in run.stdout.splitlines()]
     names = ["match", "match_again", "publish", "publish_one", "evict", "evict_few"]

@@ -173,7 +173,8 @@ def test_any_life_of_an_engine_keeps_its_pages_and_its_tokens(examples, requests
         deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=False,
-        derandomize=examples < 100,  # how many requests so few examples have is else up to chance
+        # How many requests so few examples have is else up to chance.
+        derandomize=examples < 100 or settings.default.derandomize,
     )
     run_state_machine_as_test(EngineLife, settings=run)
     assert next(EngineLife.submitted) >= requests

@@ -6,28 +6,32 @@ import re
 import socket
 import threading
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from patience import HANG_S, reserved_port
 
 from kv_common import __version__
 from kv_execution import ProcessGroup, ProcessGroupError, join_processes, process_meeting, processes
 from kv_kernels.tensor_parallel import EXPERT, TENSOR_AXES, TensorMesh
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+@pytest.fixture
+def port():
+    """Of this machine, where nobody listens who was not told to."""
+    with reserved_port() as reserved:
+        yield reserved
 
 
 def hello(process_id: int, num_processes: int = 2, version: str = __version__) -> dict:
     return {"jaxkv": version, "processes": num_processes, "id": process_id}
 
 
-def soon() -> float:
-    return time.monotonic() + 20
+def in_time() -> float:
+    return time.monotonic() + HANG_S
 
 
 @pytest.mark.parametrize(
@@ -45,13 +49,12 @@ def test_what_cannot_be_is_refused(coordinator, num_processes, process_id, messa
         join_processes(coordinator, num_processes, process_id)
 
 
-def test_a_peer_that_does_not_come_is_missed_in_time():
+def test_a_peer_that_does_not_come_is_missed_in_time(port):
     with pytest.raises(ProcessGroupError, match=r"1 of 2 processes have come in the time there was"):
-        join_processes(f"127.0.0.1:{free_port()}", 2, 0, timeout_s=0.2)
+        join_processes(f"127.0.0.1:{port}", 2, 0, timeout_s=0.2)
 
 
-def test_a_process_0_that_is_not_there_is_named_with_its_address():
-    port = free_port()
+def test_a_process_0_that_is_not_there_is_named_with_its_address(port):
     with pytest.raises(ProcessGroupError, match=f"process 1 cannot reach process 0 at 127.0.0.1:{port}"):
         join_processes(f"127.0.0.1:{port}", 2, 1, timeout_s=0.2)
 
@@ -71,41 +74,41 @@ def test_an_address_in_use_is_refused():
         (hello(0), "process id 0 came twice or is none"),
     ],
 )
-def test_peers_that_do_not_match_are_refused_on_both_sides(said, message):
-    address = ("127.0.0.1", free_port())
-    refused = []
+def test_peers_that_do_not_match_are_refused_on_both_sides(said, message, port, monkeypatch):
+    monkeypatch.setattr(process_meeting, "HELLO_S", HANG_S)
+    address, refused = ("127.0.0.1", port), []
 
     def call() -> None:
         try:
-            process_meeting._call(address, said, soon())
+            process_meeting._call(address, said, in_time())
         except ProcessGroupError as error:
             refused.append(str(error))
 
     caller = threading.Thread(target=call)
     caller.start()
     with pytest.raises(ProcessGroupError, match=message) as caught:
-        process_meeting._receive(address, hello(0), soon())
+        process_meeting._receive(address, hello(0), in_time())
     caller.join()
     assert refused == [str(caught.value)]
 
 
-def test_a_stranger_at_the_door_is_sent_away_and_the_peers_meet():
-    address = ("127.0.0.1", free_port())
-    met = {}
+def test_a_stranger_at_the_door_is_sent_away_and_the_peers_meet(port, monkeypatch):
+    monkeypatch.setattr(process_meeting, "HELLO_S", HANG_S)
+    address, met = ("127.0.0.1", port), {}
 
     def receive() -> None:
-        met["first"] = process_meeting._receive(address, hello(0), soon())
+        met["first"] = process_meeting._receive(address, hello(0), in_time())
 
     receiver = threading.Thread(target=receive)
     receiver.start()
     stranger = None
     while stranger is None:
         try:
-            stranger = socket.create_connection(address, timeout=5)
+            stranger = socket.create_connection(address, timeout=HANG_S)
         except ConnectionRefusedError:
             time.sleep(0.01)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    met["second"] = process_meeting._call(address, hello(1), soon())
+    met["second"] = process_meeting._call(address, hello(1), in_time())
     receiver.join()
     with stranger, contextlib.suppress(ConnectionResetError):
         assert stranger.recv(1) == b""
@@ -115,49 +118,71 @@ def test_a_stranger_at_the_door_is_sent_away_and_the_peers_meet():
             line.close()
 
 
-@pytest.fixture
-def lifeline(monkeypatch):
-    """A group of process 0, the socket of its peer, and what it would have ended with."""
+class Lifeline(NamedTuple):
+    """A group of process 0, the socket of its peer, and what the group would have ended with."""
+
+    group: ProcessGroup
+    theirs: socket.socket
+    ended: list[str]
+    watcher: threading.Thread
+
+
+@contextlib.contextmanager
+def watched(monkeypatch, timeout_s):
+    """A group whose one peer is a socket of ours."""
     ours, theirs = socket.socketpair()
-    ended, happened = [], threading.Event()
+    theirs.settimeout(HANG_S)
+    ended, before, counted = [], set(threading.enumerate()), threading.Event()
 
     def end(self, message: str) -> None:
+        counted.wait(HANG_S)
         ended.append(message)
-        happened.set()
 
     monkeypatch.setattr(ProcessGroup, "end", end)
-    group = ProcessGroup(0, 2, {1: ours}, timeout_s=0.5)
-    yield group, theirs, ended, happened
-    group.leave()
-    theirs.close()
-    time.sleep(0.05)
-    ours.close()
+    group = ProcessGroup(0, 2, {1: ours}, timeout_s)
+    started = set(threading.enumerate()) - before
+    (watcher,) = (thread for thread in started if "_watch" in thread.name)
+    counted.set()
+    with ours, theirs:
+        yield Lifeline(group, theirs, ended, watcher)
+        group.leave()
+        theirs.close()
+        for thread in started:
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def lifeline(monkeypatch):
+    """One on which silence is not taken for anything."""
+    with watched(monkeypatch, 100 * HANG_S) as line:
+        yield line
+
+
+DEAD = "process 1 has ended, and process 0 cannot go on alone: start all of them again"
 
 
 def test_a_peer_that_dies_is_noticed(lifeline):
-    _, theirs, ended, happened = lifeline
-    theirs.close()
-    assert happened.wait(5)
-    assert ended == ["process 1 has ended, and process 0 cannot go on alone: start all of them again"]
+    lifeline.theirs.close()
+    lifeline.watcher.join(HANG_S)
+    assert lifeline.ended == [DEAD]
 
 
-def test_a_peer_that_is_silent_is_noticed_and_one_that_beats_is_not(lifeline):
-    _, theirs, ended, happened = lifeline
-    for _ in range(8):
-        theirs.sendall(b".")
-        assert not happened.wait(0.1)
-    assert happened.wait(5)
-    assert ended == [
-        "process 1 has not been heard of for 0.5 s, and process 0 cannot go on alone: start all of them again"
-    ]
+def test_a_peer_that_is_silent_is_noticed(monkeypatch):
+    with watched(monkeypatch, 0.5) as silent:
+        silent.watcher.join(HANG_S)
+        assert silent.ended == [
+            "process 1 has not been heard of for 0.5 s, and process 0 cannot go on alone: start all of them again"
+        ]
 
 
-def test_a_pause_of_everything_is_not_taken_for_silence():
+@pytest.mark.parametrize(("end", "reason"), [([b"q"], None), ([TimeoutError] * 4, "has not been heard of for 60 s")])
+def test_neither_a_beat_in_time_nor_a_pause_of_everything_is_taken_for_silence(end, reason):
     class Paused:
         """A line on which each wait ends without a beat three times running, as after a pause, and then with one."""
 
         def __init__(self) -> None:
-            self.answers = [*[TimeoutError, TimeoutError, TimeoutError, b"."] * 3, b"q"]
+            self.answers = [*[TimeoutError, TimeoutError, TimeoutError, b"."] * 3, *end]
 
         def settimeout(self, timeout_s: float) -> None:
             assert timeout_s == 15
@@ -170,52 +195,52 @@ def test_a_pause_of_everything_is_not_taken_for_silence():
 
     line = Paused()
     group = ProcessGroup(0, 2, {}, timeout_s=60)
-    assert group._why_lost(line) is None
+    assert group._why_lost(line) == reason
     assert line.answers == []
     group.leave()
 
 
+def test_a_group_beats(monkeypatch):
+    with watched(monkeypatch, 0.5) as line:
+        for _ in range(5):
+            assert line.theirs.recv(1) == b"."
+
+
 def test_a_peer_that_says_goodbye_is_not_missed(lifeline):
-    _, theirs, ended, happened = lifeline
-    theirs.sendall(b".q")
-    theirs.close()
-    assert not happened.wait(0.8)
-    assert ended == []
+    lifeline.theirs.sendall(b".q")
+    lifeline.theirs.close()
+    lifeline.watcher.join(HANG_S)
+    assert not lifeline.watcher.is_alive()
+    assert lifeline.ended == []
 
 
 def test_a_process_says_goodbye_once(lifeline):
-    group, theirs, _, _ = lifeline
-    group.leave()
-    group.leave()
-    theirs.settimeout(5)
-    received = b""
-    while b"q" not in received:
-        received += theirs.recv(64)
-    assert received.count(b"q") == 1
+    lifeline.group.leave()
+    lifeline.group.leave()
+    assert lifeline.theirs.recv(64) == b"q"
 
 
 def test_a_process_says_goodbye_behind_jaxs_door_and_misses_who_dies_before_it(lifeline, monkeypatch):
-    group, theirs, ended, happened = lifeline
+    group, theirs, ended, watcher = lifeline
 
     def wait_for_the_peer() -> None:
         theirs.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             assert b"q" not in theirs.recv(64)
         theirs.close()
-        assert happened.wait(5)
+        watcher.join(HANG_S)
 
     monkeypatch.setattr(jax.distributed, "shutdown", wait_for_the_peer)
     group.leave()
-    assert ended == ["process 1 has ended, and process 0 cannot go on alone: start all of them again"]
+    assert ended == [DEAD]
 
 
 def test_a_process_that_goes_without_a_goodbye_misses_nobody_and_is_missed(lifeline):
-    group, theirs, ended, happened = lifeline
-    group.abandon()
-    theirs.settimeout(5)
-    assert theirs.recv(64) == b""
-    assert not happened.wait(0.8)
-    assert ended == []
+    lifeline.group.abandon()
+    assert lifeline.theirs.recv(64) == b""
+    lifeline.watcher.join(HANG_S)
+    assert not lifeline.watcher.is_alive()
+    assert lifeline.ended == []
 
 
 def test_a_service_that_cannot_be_reached_is_named_with_its_address_and_the_peers_are_left(monkeypatch):
@@ -229,7 +254,7 @@ def test_a_service_that_cannot_be_reached_is_named_with_its_address_and_the_peer
     with ours, theirs:
         with pytest.raises(ProcessGroupError, match=message):
             join_processes("host:7777", 2, 1)
-        theirs.settimeout(5)
+        theirs.settimeout(HANG_S)
         assert theirs.recv(64) == b"", "no goodbye"
 
 

@@ -4,31 +4,32 @@ import socket
 import threading
 
 import pytest
+from patience import HANG_S, reserved_port
 
 from kv_execution.service_relay import ServiceRelay
 
 
 @pytest.fixture
 def service():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(10)
+    with reserved_port() as port, socket.create_server(("127.0.0.1", port)) as server:
+        server.settimeout(HANG_S)
         yield server
 
 
 def connect(relay: ServiceRelay) -> socket.socket:
     host, port = relay.address.split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=HANG_S)
 
 
 def accept(service: socket.socket) -> socket.socket:
     accepted = service.accept()[0]
-    accepted.settimeout(10)
+    accepted.settimeout(HANG_S)
     return accepted
 
 
 @pytest.fixture
 def relay(service):
-    made = ServiceRelay(service.getsockname(), timeout_s=10)
+    made = ServiceRelay(service.getsockname(), timeout_s=HANG_S)
     accept(service).close()  # it has seen that somebody is there
     return made
 
@@ -80,18 +81,16 @@ def test_the_service_sees_a_client_go(service, relay):
 
 
 def test_a_service_that_starts_late_is_waited_for():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = taken.getsockname()
     servers = []
-    starter = threading.Timer(0.2, lambda: servers.append(socket.create_server(address)))
-    starter.start()
-    ServiceRelay(address, timeout_s=10)
-    starter.join()
-    servers[0].close()
+    with reserved_port() as port:
+        address = ("127.0.0.1", port)
+        starter = threading.Timer(0.2, lambda: servers.append(socket.create_server(address)))
+        starter.start()
+        ServiceRelay(address, timeout_s=HANG_S)
+        starter.join()
+        servers[0].close()
 
 
 def test_a_service_that_is_not_there_is_an_error():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = taken.getsockname()
-    with pytest.raises(ConnectionRefusedError):
-        ServiceRelay(address, timeout_s=0.1)
+    with reserved_port() as port, pytest.raises(ConnectionRefusedError):
+        ServiceRelay(("127.0.0.1", port), timeout_s=0.1)

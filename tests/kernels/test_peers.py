@@ -26,7 +26,8 @@ def test_a_collective_that_fails_is_a_lost_peer_in_one_line_behind_the_lifelines
     ):
         raise kind("Gloo:\n  reset by peer")
     assert isinstance(lost.value.__cause__, kind)
-    assert waits == [peers.VERDICT_S]
+    assert len(waits) > 10, "a pause of the machine has to cost one of many"
+    assert sum(waits) == pytest.approx(peers.VERDICT_S)
 
 
 def test_one_process_has_no_peers_to_lose(waits):

@@ -40,12 +40,17 @@ def test_the_template_in_the_file_is_the_reference_template(golden: Path, smollm
         ("{{ {'b': 1, 'a': [2]} | tojson(indent=1) }}", '{\n "b": 1,\n "a": [\n  2\n ]\n}'),
         ("{{ bos_token }}|{{ eos_token }}", "<s>|</s>"),
         ("{{ tools is none }} {{ add_generation_prompt }}", "True True"),
-        ("{{ strftime_now('%Y') }}", str(datetime.datetime.now().year)),
         ("{{ messages[0]['content'] }}", MESSAGES[0]["content"]),
     ],
 )
 def test_templates_find_what_their_authors_expect(source: str, text: str) -> None:
     assert ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(MESSAGES) == text
+
+
+def test_a_template_knows_the_date() -> None:
+    before = datetime.date.today()
+    day = datetime.date.fromisoformat(ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render(MESSAGES))
+    assert before <= day <= datetime.date.today()
 
 
 def test_tools_reach_the_template() -> None:

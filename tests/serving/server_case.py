@@ -4,7 +4,6 @@ import contextlib
 import json
 import queue
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +11,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 from default_provider import PROVIDER
+from patience import HANG_S, wait_for
 from tiny_model import write_tiny_model
 
 from kv_execution import EngineConfig, PagedEngine
+from kv_serving.server import grammars
 from kv_serving.server.run import Loaded, RunningServer, ServerSettings, serve
 from models import LoadedModel, load_model
 
@@ -54,23 +56,22 @@ class Case(NamedTuple):
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def settle(self) -> None:
-        """Wait until nothing runs, and check that nothing is held."""
-        wait_for(lambda: self.stats.running == self.stats.waiting == 0)
-        assert self.stats.pages_in_use == 0
+        """Wait until nothing is left to do, and check that nothing is held."""
         wait_for(lambda: self.server.context.active_requests == 0)
+        wait_for(self._engine_sleeps)  # what they left is aborted by then
+        assert self.stats.running == self.stats.waiting == self.stats.pages_in_use == 0
+
+    def _engine_sleeps(self) -> bool:
+        """Whether the engine's thread waits for work: a request is given back to it before it counts as answered."""
+        wake = self.server.context.engine._wake
+        with wake:
+            return bool(wake._waiters)  # type: ignore[attr-defined]
 
     @property
     def stats(self) -> Any:
         snapshot = self.server.context.engine.snapshot
         assert snapshot is not None
         return snapshot.stats
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -81,7 +82,9 @@ def running_server(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     **settings: Any,
 ) -> Iterator[Case]:
-    """Start, wait until it is ready, and drain at the end; with `load` it is not waited for."""
+    """Start, wait until it is ready, and drain at the end, which leaves no thread of it; with `load` it is not waited
+    for.
+    """
     model = load_model(write_tiny_model(directory))
     engine = PagedEngine(model, config)
 
@@ -94,26 +97,33 @@ def running_server(
     listening: queue.Queue[RunningServer] = queue.Queue()
     thread = threading.Thread(
         target=serve,
-        args=(ServerSettings(name="tiny", port=0, **settings), load or load_engine, listening.put),
+        args=(
+            ServerSettings(**{"name": "tiny", "port": 0, "drain_s": HANG_S, **settings}),
+            load or load_engine,
+            listening.put,
+        ),
         daemon=True,
     )
-    thread.start()
-    server = listening.get(timeout=60)
-    try:
-        if load is None:
-            wait_for(lambda: server.context.readiness == "ready", 60)
-        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
-            yield Case(server, model, engine, http)
-    finally:
-        server.drain()
-        thread.join(60)
-        assert not thread.is_alive()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "COMPILE_S", HANG_S)  # a form takes milliseconds, on a machine that does not pause
+        thread.start()
+        server = listening.get(timeout=HANG_S)
+        try:
+            if load is None:
+                wait_for(lambda: server.context.readiness == "ready")
+            with httpx.Client(base_url=server.url, timeout=HANG_S, trust_env=False) as http:
+                yield Case(server, model, engine, http)
+        finally:
+            server.drain()
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+            wait_for(lambda: server.context.engine.stop(HANG_S))
 
 
 def get(url: str) -> tuple[int, bytes]:
     """Status and body, errors included."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
+        with urllib.request.urlopen(url, timeout=HANG_S) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         with error:

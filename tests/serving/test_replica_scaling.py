@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import wait_for
 from replica_case import ENVIRONMENT, served
-from server_case import wait_for
 from tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -60,12 +60,12 @@ def test_replicas_come_and_go_with_the_load(nodes: tuple[str, psutil.Process], t
         with ThreadPoolExecutor(8) as clients:
             under_load = [clients.submit(load) for _ in range(8)]
             try:
-                wait_for(lambda: len(seen) == 2 and min(seen.values()) > 5, 120)
+                wait_for(lambda: len(seen) == 2 and min(seen.values()) > 5)
                 both = replicas_of(nodes[1])
             finally:
                 enough.set()
             for each in under_load:
                 each.result()
         assert len({each.ppid() for each in both}) == 2  # on a node each
-        wait_for(lambda: len(replicas_of(nodes[1])) == 1, 120)
+        wait_for(lambda: len(replicas_of(nodes[1])) == 1)
         assert http.post("/v1/completions", json=body).status_code == 200

@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from patience import wait_for
 from replica_case import served
-from server_case import ENGINE, wait_for
+from server_case import ENGINE
 from tiny_model import write_tiny_model
 
 from kv_execution import PagedEngine, SamplingParams

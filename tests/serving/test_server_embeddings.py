@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from openai import OpenAI
-from server_case import Case, running_server, wait_for
+from patience import HANG_S, wait_for
+from server_case import Case, running_server
 
 from kv_execution.runtime import PagedRuntime
+from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.limits import Limits
+from kv_serving.server.request_group import RequestGroup
 
 TEXTS = ["the rest", "and then some more of it, one after another", "in"]
 
@@ -96,11 +99,20 @@ def test_what_cannot_be_embedded_is_refused(case: Case, body: dict, status: int,
 
 
 def test_answers_go_on_between_the_steps_of_a_long_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_held, begun = PagedRuntime.run_held, itertools.count()
+    run_held, submit, begun = PagedRuntime.run_held, EngineLoop.submit, itertools.count()
+    submitted: list[RequestGroup] = []
+    answered = threading.Event()
 
-    def once_both_are_there(self: PagedRuntime, *arguments: object) -> object:
-        if next(begun) == 2:
-            wait_for(lambda: case.server.context.active_requests == 2)
+    def told(self: EngineLoop, group: RequestGroup) -> None:
+        submit(self, group)
+        submitted.append(group)
+
+    def in_turn(self: PagedRuntime, *arguments: object) -> object:
+        step = next(begun)
+        if step == 2:
+            wait_for(lambda: len(submitted) == 2)
+        if step == 200:  # of more than 250; the answer takes 60
+            assert answered.wait(HANG_S)
         return run_held(self, *arguments)  # type: ignore[arg-type]
 
     asked = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}
@@ -108,14 +120,16 @@ def test_answers_go_on_between_the_steps_of_a_long_one(case: Case, monkeypatch: 
     prompts = [[5 + each % 80, *range(9, 109)] for each in range(160)]
     got: list[np.ndarray] = []
     case.settle()
-    monkeypatch.setattr(PagedRuntime, "run_held", once_both_are_there)
+    monkeypatch.setattr(PagedRuntime, "run_held", in_turn)
+    monkeypatch.setattr(EngineLoop, "submit", told)
     thread = threading.Thread(target=lambda: got.append(vectors(case.post("/v1/embeddings", input=prompts))))
     thread.start()
     # Rows are all the embeddings' own at first, and the next that is free is the answer's.
     wait_for(lambda: case.stats.pages_in_use > 0)
     assert case.post("/v1/completions", **asked)["choices"][0]["text"] == whole
     assert thread.is_alive()
-    thread.join(60)
+    answered.set()
+    thread.join(HANG_S)
     np.testing.assert_allclose(got[0], expected(case, prompts), atol=1e-6)
 
 
@@ -141,7 +155,7 @@ def test_answers_go_on_while_what_a_prompt_needs_is_compiled(
 
         def slow() -> None:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(HANG_S)
             compile_program()
 
         return slow
@@ -149,12 +163,12 @@ def test_answers_go_on_while_what_a_prompt_needs_is_compiled(
     monkeypatch.setattr(PagedRuntime, "compiler_of", compiler_of)
     with running_server(tmp_path) as case, ThreadPoolExecutor(1) as client:
         answer = client.submit(case.post, path, **body)
-        assert begun.wait(60)
+        assert begun.wait(HANG_S)
         for _ in range(2):
             case.post("/v1/completions", prompt=[5, 6, 7], max_tokens=5)
         assert not answer.done()
         go_on.set()
-        answer.result(60)
+        answer.result(HANG_S)
         case.settle()
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from patience import HANG_S
 from server_case import ENGINE, Case, running_server
 
 from kv_serving.server import grammars
@@ -176,7 +177,7 @@ def test_a_form_that_is_too_much_for_its_parser_ends_in_an_error(case: Case, str
 def test_nobody_waits_for_a_compiler_without_end(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(grammars, "COMPILE_S", 0.05)
-    monkeypatch.setattr(grammars.Grammars, "_compile", lambda *_: go_on.wait(60))
+    monkeypatch.setattr(grammars.Grammars, "_compile", lambda *_: go_on.wait(HANG_S))
     form = looping(nested("anyOf", 7))
     error = case.post("/v1/chat/completions", 400, messages=CHAT, response_format=form)["error"]
     go_on.set()

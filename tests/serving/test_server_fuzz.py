@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 from server_case import ENGINE, Case, running_server
 
 from kv_serving.server.limits import Limits
@@ -21,7 +22,7 @@ FUZZ = (
     "--generation-database=none",
     "--seed=1",
     "--no-color",
-    "--request-timeout=60",
+    f"--request-timeout={HANG_S:g}",
     "--suppress-health-check=all",
     "--no-shrink",
     "--warnings=off",

@@ -14,16 +14,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from lora_files import write_adapter
-from server_case import ENGINE, Case, get, running_server, wait_for
+from patience import HANG_S, reserved_port, wait_for
+from server_case import ENGINE, Case, get, running_server
 from tiny_model import GOLDEN, write_tiny_model
 
 from kv_execution import SamplingParams
 from kv_execution.runtime import PagedRuntime
 from kv_serving import cli
+from kv_serving.server.answer import Answer
 from kv_serving.server.api_keys import ApiKeys
 from kv_serving.server.completion_protocol import CompletionRequest
 from kv_serving.server.engine_loop import EngineLoop
@@ -37,6 +41,12 @@ from models import CheckpointError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LONG = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
+
+
+def json_of(line: str) -> Any:
+    """The event of a line of a stream."""
+    data = line.removeprefix("data: ")
+    return data if data == "[DONE]" else json.loads(data)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +83,9 @@ def test_a_client_that_goes_away_frees_its_pages_within_one_step(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
         client.sendall(head % len(body) + body)
-        assert sixth.wait(30)
+        assert sixth.wait(HANG_S)
         assert case.stats.pages_in_use > 0
-    assert aborted.wait(30)
+    assert aborted.wait(HANG_S)
     allowed.release()
     case.settle()
     assert case.stats.steps == steps + 6
@@ -106,17 +116,22 @@ def test_a_step_that_raises_fails_what_it_touched_and_the_server_goes_on(
 
 def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
-    original, raised, begun = PagedRuntime.choose, [], itertools.count()
+    original, submit, raised, begun, submitted = PagedRuntime.choose, EngineLoop.submit, [], itertools.count(), []
+
+    def told(self: EngineLoop, group: RequestGroup) -> None:
+        submit(self, group)
+        submitted.append(group)
 
     def fail_once(self: PagedRuntime, *arguments: object) -> object:
         if next(begun) == 0:
-            wait_for(lambda: case.server.context.active_requests == 6)
+            wait_for(lambda: len(submitted) == 6)
         if not raised and self.scheduler.num_waiting == 2 and self.scheduler.residency.num_running == 4:
             raised.append(1)
             raise RuntimeError("injected")
         return original(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PagedRuntime, "choose", fail_once)
+    monkeypatch.setattr(EngineLoop, "submit", told)
     with ThreadPoolExecutor(6) as clients:  # where there are four rows
         ask = partial(case.http.post, "/v1/completions", json=LONG)
         answers = [each.result() for each in [clients.submit(ask) for _ in range(6)]]
@@ -127,18 +142,24 @@ def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeyp
 
 
 def test_a_failure_in_mid_stream_is_an_event(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, steps = PagedRuntime.collect, []
+    original, steps, begun = PagedRuntime.collect, [], threading.Event()
 
     def fail_late(self: PagedRuntime, step: object) -> object:
         steps.append(1)
         if len(steps) == 20:
+            assert begun.wait(HANG_S)
             raise RuntimeError("injected")
         return original(self, step)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PagedRuntime, "collect", fail_late)
-    *chunks, last = case.stream("/v1/completions", **LONG)
+    with case.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        first = next(lines)
+        begun.set()
+        *chunks, last, done = [json_of(line) for line in (first, *lines) if line]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks)
-    assert last["error"]["type"] == "server_error"
+    assert (last["error"]["type"], done) == ("server_error", "[DONE]")
     case.settle()
 
 
@@ -149,7 +170,8 @@ def test_a_detokenizer_that_raises_fails_its_own_request_alone(
     from models import StreamDecoder
 
     expected = case.post("/v1/completions", **LONG)["choices"][0]["text"]
-    original, fed = StreamDecoder.feed, []
+    original, dispatch, piece_of = StreamDecoder.feed, PagedRuntime.dispatch, Answer._piece
+    fed, steps, begun = [], itertools.count(1), threading.Event()
 
     def feed(self: StreamDecoder, ids: tuple[int, ...]) -> str:
         fed.append(self)
@@ -157,7 +179,19 @@ def test_a_detokenizer_that_raises_fails_its_own_request_alone(
             raise RuntimeError("injected")
         return original(self, ids)
 
+    def once_it_has_begun(self: PagedRuntime, plan: object) -> object:
+        if next(steps) == 5:
+            assert begun.wait(HANG_S)
+        return dispatch(self, plan)  # type: ignore[arg-type]
+
+    def piece(self: Answer, number: int, choice: Any) -> object:
+        if choice.assembly._decoder is fed[0]:
+            begun.set()
+        return piece_of(self, number, choice)
+
     monkeypatch.setattr(StreamDecoder, "feed", feed)
+    monkeypatch.setattr(PagedRuntime, "dispatch", once_it_has_begun)
+    monkeypatch.setattr(Answer, "_piece", piece)
     with ThreadPoolExecutor(3) as clients:
         ask = partial(case.http.post, "/v1/completions", json={**LONG, "stream": stream})
         answers = [each.result() for each in [clients.submit(ask) for _ in range(3)]]
@@ -190,7 +224,7 @@ def test_while_the_model_loads_the_port_answers_that_it_is_not_ready(tmp_path: P
     loaded = threading.Event()
 
     def load() -> Loaded:
-        loaded.wait(60)
+        loaded.wait(HANG_S)
         raise CheckpointError("the weights are not there")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -211,6 +245,19 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(caplog: p
     with pytest.raises(CheckpointError, match="the weights are not there"):
         serve(ServerSettings(name="x", port=0), load)
     assert [record.exc_info or None for record in caplog.records if record.levelname == "ERROR"] == [None]
+
+
+def test_a_connection_that_idles_is_for_its_client_to_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[uvicorn.Config] = []
+
+    def noted(*arguments: Any, **options: Any) -> uvicorn.Config:
+        made.append(uvicorn_config(*arguments, **options))
+        return made[0]
+
+    uvicorn_config = uvicorn.Config
+    monkeypatch.setattr(uvicorn, "Config", noted)
+    with running_server(tmp_path):
+        assert made[0].timeout_keep_alive > 60
 
 
 def test_the_body_of_an_answer_does_not_wait_until_its_headers_are_acknowledged() -> None:
@@ -254,7 +301,7 @@ def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path, monkey
 
     def at_its_time(self: PagedRuntime, plan: object) -> object:
         if next(begun) == 50:
-            assert refused.wait(30)
+            assert refused.wait(HANG_S)
         return dispatch(self, plan)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PagedRuntime, "dispatch", at_its_time)
@@ -275,14 +322,17 @@ def test_draining_lets_an_answer_end_and_takes_no_new_one(tmp_path: Path, monkey
 def test_when_the_time_to_drain_is_over_every_answer_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slow, original, complete = threading.Event(), PagedRuntime.dispatch, Service.complete
+    ended, original, complete = threading.Event(), PagedRuntime.dispatch, Service.complete
+    begun, sticks = itertools.count(), threading.Event()
 
     def dispatch(self: PagedRuntime, plan: object) -> object:
-        slow.wait(0.05)
+        if next(begun) == 20:
+            assert ended.wait(HANG_S)
         return original(self, plan)  # type: ignore[arg-type]
 
     async def stuck(self: Service, request: CompletionRequest, tenant: str) -> object:
         if request.user:
+            sticks.set()
             await asyncio.Event().wait()
         return await complete(self, request, tenant)
 
@@ -290,17 +340,19 @@ def test_when_the_time_to_drain_is_over_every_answer_ends_with_an_error(
     monkeypatch.setattr(Service, "complete", stuck)
     with running_server(tmp_path, drain_s=0.1) as case, ThreadPoolExecutor(3) as clients:
         ask = partial(case.http.post, "/v1/completions")
-        whole, begins = (clients.submit(ask, json={**LONG, **more}) for more in ({}, {"user": "stuck"}))
         with case.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
+            whole, begins = (clients.submit(ask, json={**LONG, **more}) for more in ({}, {"user": "stuck"}))
             wait_for(lambda: case.server.context.active_requests == 2)
+            assert sticks.wait(HANG_S)
             case.server.drain()
             *_, error, _, done, _ = lines
         assert done == "data: [DONE]"
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert json_of(error)["error"]["code"] == "unavailable"
         for response in (whole.result(), begins.result()):
             assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        ended.set()
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -354,6 +406,7 @@ def test_an_engine_that_cannot_go_on_fails_whoever_waits_and_ends_the_server(
     with running_server(tmp_path) as case:
 
         def fail(*arguments: object) -> None:
+            wait_for(lambda: case.server.context.active_requests == 2)
             raise RuntimeError("injected")
 
         monkeypatch.setattr(PagedRuntime, "collect", fail)
@@ -388,19 +441,43 @@ def test_an_adapter_is_a_model_to_ask_for(tmp_path: Path) -> None:
         )
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as reserved:
+        yield reserved
+
+
+HELD_WHILE_IT_LOADS = """
+import sys, time
+from kv_execution import PagedEngine
+from kv_serving.cli import main
+
+warm_up = PagedEngine.warmup_paged
+
+def held(self, progress, **options):
+    def hold(done, shape):
+        progress(done, shape)
+        if done == 2:
+            print("held", file=sys.stderr, flush=True)
+            time.sleep(3600)
+    return warm_up(self, hold, **options)
+
+PagedEngine.warmup_paged = held
+main()
+"""
+
+
 @pytest.mark.slow
-def test_a_server_that_is_killed_is_ready_again_and_compiles_nothing_that_it_had(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_is_ready_again_and_compiles_nothing_that_it_had(tmp_path: Path, port: int) -> None:
     model, cache, log = write_tiny_model(tmp_path / "tiny"), tmp_path / "jaxkv" / "compilation", tmp_path / "log"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-c", "from kv_serving.cli import main; main()", "serve", str(model)]
-    command += ["--port", str(port), "--max-requests", "2", "--max-step-tokens", "8", "--max-context", "64"]
+    options = ["serve", str(model), "--port", str(port)]
+    options += ["--max-requests", "2", "--max-step-tokens", "8", "--max-context", "64"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path)}
     environment |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_EXPLAIN_CACHE_MISSES": "true"}
 
-    def start() -> "subprocess.Popen[bytes]":
+    def start(code: str = "from kv_serving.cli import main; main()") -> "subprocess.Popen[bytes]":
         with log.open("wb") as stderr:
-            return subprocess.Popen(command, env=environment, stderr=stderr)
+            return subprocess.Popen([sys.executable, "-c", code, *options], env=environment, stderr=stderr)
 
     def ready(at: str = "/ready") -> bool:
         with contextlib.suppress(OSError):
@@ -410,22 +487,26 @@ def test_a_server_that_is_killed_is_ready_again_and_compiles_nothing_that_it_had
     def misses() -> int:
         return log.read_bytes().count(b"PERSISTENT COMPILATION CACHE MISS")
 
-    server = start()
-    wait_for(lambda: ready("/health") and cache.is_dir() and len(list(cache.iterdir())) > 2, 120)
+    def held() -> bool:
+        return ready("/health") and b"held\n" in log.read_bytes()
+
+    server = start(HELD_WHILE_IT_LOADS)
+    wait_for(held)
     assert not ready()
     server.kill()
     server.wait()
     compiled = set(cache.iterdir())
+    assert len(compiled) > 2
+    server = start(HELD_WHILE_IT_LOADS)
+    wait_for(held)
+    server.terminate()
+    assert server.wait(HANG_S) == 0
     server = start()
-    wait_for(lambda: ready("/health"), 120)
-    server.terminate()  # which may well be while it loads
-    assert server.wait(60) == 0
-    server = start()
-    wait_for(ready, 120)
+    wait_for(ready)
     assert compiled <= set(cache.iterdir())
     assert misses() > 0
     asked, statuses = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}, []
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=HANG_S, trust_env=False) as http:
         expected = http.post("/v1/completions", json=asked).json()["choices"]
 
         def ask_while_it_lives() -> None:
@@ -441,8 +522,8 @@ def test_a_server_that_is_killed_is_ready_again_and_compiles_nothing_that_it_had
             server.wait()
         assert set(statuses) == {200}
         server = start()
-        wait_for(ready, 120)
+        wait_for(ready)
         assert misses() == 0
         assert http.post("/v1/completions", json=asked).json()["choices"] == expected
     server.terminate()
-    assert server.wait(60) == 0
+    assert server.wait(HANG_S) == 0

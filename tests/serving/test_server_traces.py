@@ -2,11 +2,9 @@
 
 import contextlib
 import http.server
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,12 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from patience import HANG_S, wait_for
 from server_case import running_server
 
 from kv_serving import cli
+from kv_serving.server import run as server_run
+from kv_serving.server import traces
 from kv_serving.server.traces import Traces, TracesError, endpoint_of
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -41,10 +42,10 @@ FACTS = {
 
 def spans_of(*noted: tuple[dict[bytes, bytes], dict[str, Any]]) -> Any:
     exporter = InMemorySpanExporter()
-    traces = Traces("http://127.0.0.1:1", exporter)
+    noting = Traces("http://127.0.0.1:1", exporter)
     for headers, facts in noted:
-        traces.note(headers, facts)
-    traces.close(10)
+        noting.note(headers, facts)
+    noting.close(HANG_S)
     return exporter.get_finished_spans()
 
 
@@ -115,14 +116,28 @@ def test_a_bad_endpoint_is_told_before_the_model_is_loaded(capsys: pytest.Captur
     )
 
 
+def exporters() -> list[threading.Thread]:
+    """The threads that send spans, or wait until they are sent."""
+    return [each for each in threading.enumerate() if each.name.startswith("OtelBatch") or "(shutdown)" in each.name]
+
+
+@pytest.fixture
+def _all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector, and whoever waits for it when the server leaves, have as long as they need."""
+    monkeypatch.setattr(traces, "EXPORT_S", HANG_S)
+    monkeypatch.setattr(server_run, "LEAVE_S", HANG_S)
+
+
 @contextlib.contextmanager
-def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A local collector: its URL, and the paths and bodies that it was sent."""
+def collector(answers: threading.Event | None = None) -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """A local collector: its URL, and the paths and bodies that it was sent. It `answers` nobody before it is set."""
     got: list[tuple[str, bytes]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            if answers is not None:
+                answers.wait(HANG_S)
             self.send_response(200)
             self.end_headers()
 
@@ -139,6 +154,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
             thread.join()
 
 
+@pytest.mark.usefixtures("_all_the_time")
 def test_a_collector_gets_the_spans_of_a_server_and_no_text(tmp_path: Path) -> None:
     with collector() as (url, got), running_server(tmp_path, otlp_traces_endpoint=endpoint_of(url)) as case:
         parent = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -179,17 +195,24 @@ def test_a_collector_gets_the_spans_of_a_server_and_no_text(tmp_path: Path) -> N
     assert named["text_completion"]["error.type"].string_value == "404"
 
 
-def test_a_collector_that_is_away_or_silent_holds_nothing_up(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
-        with running_server(
-            tmp_path, otlp_traces_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        ) as case:
+def test_a_collector_that_is_silent_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "EXPORT_S", HANG_S)
+    answers = threading.Event()
+    with collector(answers) as (url, got):
+        with running_server(tmp_path, otlp_traces_endpoint=endpoint_of(url)) as case:
             for _ in range(3):
                 case.post("/v1/completions", prompt=[5, 6, 7], max_tokens=3)
-            begun_s = time.monotonic()
-        assert time.monotonic() - begun_s < 10
+        assert exporters(), "the server is gone, and who sends its spans still waits"
+        wait_for(lambda: got)
+        answers.set()
+        wait_for(lambda: not exporters())
+
+
+def test_a_collector_that_is_away_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "EXPORT_S", 0.1)
     with running_server(tmp_path, otlp_traces_endpoint="http://127.0.0.1:1/v1/traces") as case:
         case.post("/v1/completions", prompt=[5, 6, 7], max_tokens=3)
+    wait_for(lambda: not exporters())
 
 
 def test_without_an_endpoint_neither_sdk_nor_exporter_is_imported() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from patience import HANG_S
 from playwright.sync_api import Browser, sync_playwright
 from server_case import Case, running_server
 
@@ -54,6 +55,13 @@ def test_the_figures_follow_a_request_and_come_from_the_server_alone(
     browser: Browser, case: Case, tmp_path: Path
 ) -> None:
     page = browser.new_page(viewport={"width": 800, "height": 560})
+    page.set_default_timeout(HANG_S * 1000)
+    seen = threading.Event()
+
+    def ask_until_seen() -> None:
+        while not seen.is_set():
+            case.post("/v1/completions", prompt=[5, 6, 7], max_tokens=100, ignore_eos=True)
+
     said, asked = [], []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
@@ -62,14 +70,17 @@ def test_the_figures_follow_a_request_and_come_from_the_server_alone(
     page.wait_for_function(IDLE)
     assert [page.evaluate(TEXT, id) for id in ("model", "readiness", "running")] == ["tiny", "ready", "0"]
     with ThreadPoolExecutor(1) as client:
-        answer = client.submit(case.post, "/v1/completions", prompt=[5, 6, 7], max_tokens=100, ignore_eos=True)
-        page.wait_for_function(RUNS)
-        page.wait_for_function("() => document.getElementById('line').points.length > 4")
+        asking = client.submit(ask_until_seen)
+        try:
+            page.wait_for_function(RUNS)
+            page.wait_for_function("() => document.getElementById('line').points.length > 4")
+        finally:
+            seen.set()
         for scheme, ink in INK.items():
             page.emulate_media(color_scheme=scheme)
             assert page.evaluate("getComputedStyle(document.body).color") == ink
             page.screenshot(path=tmp_path / f"{scheme}.png")
-        answer.result()
+        asking.result()
     page.wait_for_function(IDLE)
     assert {each.netloc for each in asked} == {urlsplit(case.server.url).netloc}
     assert {each.path for each in asked} == {"/", "/status"}

@@ -4,15 +4,14 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from patience import HANG_S, reserved_port
 
 from kv_execution.process_group import EXIT_STATUS
 from kv_serving.cli import run
@@ -31,11 +30,28 @@ import kv_execution, os
 
 def stop(*_, **__):
     print("stopped", file=sys.stderr, flush=True)
-    time.sleep(600)
+    time.sleep(3600)
 
 if os.environ.get("JAXKV_PROCESS_ID", "0") == "{process_id}":
     owner, name = "{where}".rsplit(".", 1)
     setattr(pkgutil.resolve_name(owner), name, stop)
+main()
+"""
+HELD = """
+import itertools, time
+from kv_serving.cli import main
+from kv_execution.runtime import PagedRuntime
+import os
+
+forward, steps = PagedRuntime.forward, itertools.count()
+
+def held(self, *arguments):
+    if next(steps) == 20:
+        time.sleep(3600)
+    return forward(self, *arguments)
+
+if os.environ.get("JAXKV_PROCESS_ID", "0") == "{process_id}":
+    PagedRuntime.forward = held
 main()
 """
 FAILS = """
@@ -83,17 +99,13 @@ def model(tmp_path_factory) -> Path:
     return write_gguf(REPOSITORY / "tests" / "data" / "golden" / "llama", tmp_path_factory.mktemp("pair") / "tiny.gguf")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
-def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60, main: str = MAIN) -> Iterator[Pair]:
+def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = HANG_S, main: str = MAIN) -> Iterator[Pair]:
     """The same command twice; the first is told its part by options, the second by the environment."""
     command = [sys.executable, "-c", main, "generate", str(model)]
     command += [*PROMPT, *SMALL, *options, "--tp", str(tp), "--peer-timeout", str(peer_timeout_s)]
-    coordinator = f"127.0.0.1:{free_port()}"
+    reserved = contextlib.ExitStack()
+    coordinator = f"127.0.0.1:{reserved.enter_context(reserved_port())}"
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={max(1, tp // 2)}"
     by_options = ("--coordinator", coordinator, "--num-processes", "2", "--process-id", "0")
     by_environment = {"JAXKV_COORDINATOR": coordinator, "JAXKV_NUM_PROCESSES": "2", "JAXKV_PROCESS_ID": "1"}
@@ -116,6 +128,7 @@ def pair(model: Path, *options: str, tp: int = 2, peer_timeout_s: float = 60, ma
             if process.poll() is None:
                 process.kill()
             process.communicate()
+        reserved.close()
 
 
 def assert_misses(process: subprocess.Popen, complaints: bytes, killed: int) -> None:
@@ -129,8 +142,8 @@ def assert_misses(process: subprocess.Popen, complaints: bytes, killed: int) -> 
 def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(model, capsys):
     options = ("--max-tokens", "24", "--json")
     with pair(model, *options) as (first, second):
-        out, complaints = first.communicate(timeout=120)
-        silence, also_nothing = second.communicate(timeout=60)
+        out, complaints = first.communicate(timeout=HANG_S)
+        silence, also_nothing = second.communicate(timeout=HANG_S)
     assert (first.returncode, second.returncode) == (0, 0), (complaints, also_nothing)
     assert (silence, also_nothing) == (b"", b"")
     assert run(["generate", str(model), *PROMPT, *SMALL, *options]) == 0
@@ -149,10 +162,10 @@ def test_two_processes_generate_the_tokens_of_one_and_the_first_alone_speaks(mod
     ],
 )
 def test_a_killed_process_ends_the_other_with_one_line(killed, how, model):
-    with pair(model, "--max-tokens", "200", peer_timeout_s=600) as processes:
+    with pair(model, "--max-tokens", "200", main=HELD.format(process_id=killed)) as processes:
         assert processes.first.stdout.read(1), processes.first.stderr.read()  # tokens are coming
         processes[killed].send_signal(how)
-        _, complaints = processes[1 - killed].communicate(timeout=60)
+        _, complaints = processes[1 - killed].communicate(timeout=HANG_S)
     assert_misses(processes[1 - killed], complaints, killed)
 
 
@@ -170,22 +183,22 @@ def test_a_killed_process_ends_the_other_with_one_line(killed, how, model):
     ],
 )
 def test_wherever_a_process_is_killed_the_other_ends_with_one_line(where, killed, model):
-    with pair(model, "--json", peer_timeout_s=600, main=STOPPED.format(where=where, process_id=killed)) as processes:
+    with pair(model, "--json", main=STOPPED.format(where=where, process_id=killed)) as processes:
         while (line := processes[killed].stderr.readline()) != b"stopped\n":
             assert line, "it has ended before it came there"
         with pytest.raises(subprocess.TimeoutExpired):
             processes[1 - killed].communicate(timeout=1)  # it waits
         processes[killed].kill()
-        answer, complaints = processes[1 - killed].communicate(timeout=60)
+        answer, complaints = processes[1 - killed].communicate(timeout=HANG_S)
     assert_misses(processes[1 - killed], complaints, killed)
     assert bool(answer) == (killed == 1 and where.endswith(".leave")), "an answer that is complete is not lost"
 
 
 @pytest.mark.slow
 def test_a_process_that_fails_on_its_own_shows_its_traceback_and_ends_the_other_with_one_line(model):
-    with pair(model, peer_timeout_s=600, main=FAILS) as (first, second):
-        _, complaints = first.communicate(timeout=60)
-        _, others_complaints = second.communicate(timeout=60)
+    with pair(model, main=FAILS) as (first, second):
+        _, complaints = first.communicate(timeout=HANG_S)
+        _, others_complaints = second.communicate(timeout=HANG_S)
     assert first.returncode == 1
     assert complaints.splitlines()[-1] == b"ZeroDivisionError: a mistake"
     assert_misses(second, others_complaints, 0)
@@ -194,14 +207,13 @@ def test_a_process_that_fails_on_its_own_shows_its_traceback_and_ends_the_other_
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_peer_that_falls_silent_ends_the_other_within_its_timeout(stopped, model):
-    with pair(model, "--max-tokens", "200", peer_timeout_s=10) as processes:
+    # Long enough for both to come, and to be heard of while they start on a busy machine; jax itself would wait longer.
+    with pair(model, "--max-tokens", "200", peer_timeout_s=30, main=HELD.format(process_id=stopped)) as processes:
         assert processes.first.stdout.read(1), processes.first.stderr.read()
         processes[stopped].send_signal(signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        _, complaints = processes[1 - stopped].communicate(timeout=60)
-        assert time.monotonic() - stopped_s < 20
+        _, complaints = processes[1 - stopped].communicate(timeout=HANG_S)
     assert complaints.decode().splitlines() == [
-        f"jaxkv: process {stopped} has not been heard of for 10 s, and process {1 - stopped} cannot go on alone: start "
+        f"jaxkv: process {stopped} has not been heard of for 30 s, and process {1 - stopped} cannot go on alone: start "
         "all of them again"
     ]
 
@@ -210,8 +222,8 @@ def test_a_peer_that_falls_silent_ends_the_other_within_its_timeout(stopped, mod
 @pytest.mark.parametrize("where", ["kv_serving.cli.start_engine", "kv_execution.runtime.PagedRuntime.forward"])
 def test_a_process_that_needs_longer_than_gloo_waits_for_a_first_collective_is_waited_for(where, model):
     with pair(model, "--max-tokens", "4", tp=4, main=LATE.format(where=where)) as (first, second):
-        answer, complaints = first.communicate(timeout=180)
-        second.communicate(timeout=60)
+        answer, complaints = first.communicate(timeout=HANG_S)
+        second.communicate(timeout=HANG_S)
     assert (first.returncode, second.returncode) == (0, 0), complaints
     assert answer
 
@@ -220,8 +232,8 @@ def test_a_process_that_needs_longer_than_gloo_waits_for_a_first_collective_is_w
 def test_four_devices_in_two_processes_share_two_heads(model, capsys):
     options = ("--max-tokens", "24", "--json")
     with pair(model, *options, tp=4) as (first, second):
-        out, complaints = first.communicate(timeout=120)
-        second.communicate(timeout=60)
+        out, complaints = first.communicate(timeout=HANG_S)
+        second.communicate(timeout=HANG_S)
     assert first.returncode == 0, complaints
     assert run(["generate", str(model), *PROMPT, *SMALL, *options]) == 0
     assert json.loads(out)["results"] == json.loads(capsys.readouterr().out)["results"]
@@ -257,7 +269,7 @@ from kv_execution import EngineConfig, PagedEngine, SamplingParams, join_process
 from models import load_model
 
 coordinator, process_id, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-group = join_processes(coordinator, 2, process_id)
+group = join_processes(coordinator, 2, process_id, timeout_s=300)
 readings = itertools.count(process_id * 1000, 3)  # their clocks differ, and this one is also fast
 engine = PagedEngine(
     load_model(model, tensor_parallel=2),
@@ -284,7 +296,7 @@ from models import load_model
 from models.gguf_loader import GgufCheckpoint
 
 coordinator, process_id, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-group = join_processes(coordinator, 2, process_id)
+group = join_processes(coordinator, 2, process_id, timeout_s=300)
 read, numbers = GgufCheckpoint.read, {}
 
 def counted(self, name, index=None):
@@ -303,19 +315,19 @@ group.leave()
 
 def run_in_two_processes(script: str, model: Path) -> list[list[str]]:
     """The lines that each process of `script` prints, Gloo's apart."""
-    coordinator = f"127.0.0.1:{free_port()}"
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": flags}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, coordinator, str(process_id), str(model)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for process_id in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=120) for process in started]
+    with reserved_port() as port:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, f"127.0.0.1:{port}", str(process_id), str(model)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for process_id in (0, 1)
+        ]
+        outputs = [process.communicate(timeout=HANG_S) for process in started]
     assert [process.returncode for process in started] == [0, 0], outputs
     return [[line for line in out.decode().splitlines() if "Gloo" not in line] for out, _ in outputs]
 
