@@ -15,7 +15,7 @@ import numpy as np
 
 from kv_common.page_table import KvPageTableV1
 from kv_kernels.aiter.library import APPEND, DECODE, JAX_AITER, PREFILL, AiterLibrary
-from kv_kernels.composition import ComposedKernels
+from kv_kernels.gpu_kernels import GpuKernels
 from kv_kernels.packed_rows import PackedRows, longest_kv, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 
@@ -35,7 +35,7 @@ DECODES = Coverage(("bfloat16", "float16"), (128,), (16,), (1, 4, 8), 16384)
 
 
 @dataclass(frozen=True)
-class AiterProvider(ComposedKernels):
+class AiterProvider(GpuKernels):
     """bfloat16 and float16 pools, head_dim 64 and 128, pages of 16 and 32 tokens, any group size; windows, no soft
     cap.
     """

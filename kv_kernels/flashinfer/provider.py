@@ -16,9 +16,9 @@ import numpy as np
 
 from kv_common.errors import JaxkvError
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.composition import ComposedKernels
 from kv_kernels.flashinfer.calls import APPEND, CAUSAL, NHD, PAGE_MODULE, Call, Modules, decode_call, prefill_call
 from kv_kernels.flashinfer.library import PREBUILT, FlashInferLibrary
+from kv_kernels.gpu_kernels import GpuKernels
 from kv_kernels.packed_rows import PackedRows, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 
@@ -56,7 +56,7 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True)
-class FlashInferProvider(ComposedKernels):
+class FlashInferProvider(GpuKernels):
     """bfloat16 and float16 pools, head_dim 64, 128 and 256, any group size, page size, window and soft cap; for one
     model, since the schedule depends on its sizes.
     """
