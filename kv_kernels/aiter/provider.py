@@ -3,7 +3,8 @@
 Decode kernels are compiled ahead of time for the few configurations of `DECODES`; a step of single tokens outside them
 (and any with a window, which the decode kernel does not have) takes the prefill kernel, which reads the same rows. A
 soft cap is refused: the decode kernels ignore it in silence and no prefill kernel with one is built. Operands are
-in the order of the vendor's handlers, which is part of their interface. Products are XLA's.
+in the order of the vendor's handlers, which is part of their interface. Products are those of
+`GpuKernels`.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,8 @@
 `plan` makes the vendor's schedule on the host, outside the jitted step, in CUDA-graph mode: what it says of sizes and
 offsets is then the same for every step of a shape, and a static attribute, while the schedule itself is an operand.
 Scratch is a result that nobody reads. The append has neither slots nor bounds, so that every token is handed over as a
-request of one page, and what is to be written nowhere goes to the padding page. Products are XLA's.
+request of one page, and what is to be written nowhere goes to the padding page. Products are those of
+`GpuKernels`.
 """
 
 from dataclasses import dataclass

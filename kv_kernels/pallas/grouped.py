@@ -80,8 +80,8 @@ def _grouped(
 
     def jaxkv_grouped_product(entry_ref, pair_ref, used_ref, x_ref, weight_refs, _out, out_ref):
         tile = pl.program_id(0)
-        lane, in_use = lax.iota(jnp.int32, MAX_TILE), tile < used_ref[0]
-        pair = plgpu.load(pair_ref.at[tile, lane], mask=(lane < width) & in_use, other=pairs)
+        lane = lax.iota(jnp.int32, MAX_TILE)
+        pair = plgpu.load(pair_ref.at[tile, lane], mask=lane < width, other=pairs)
         pair = pair[:, None]
         real, row = pair < pairs, divide(pair, k)
         feature = pl.program_id(1) * out_block + lax.iota(jnp.int32, out_block)
@@ -98,7 +98,8 @@ def _grouped(
             )
 
         empty = tuple(jnp.zeros((MAX_TILE, out_block), jnp.float32) for _ in weight_refs)
-        sums = lax.fori_loop(0, jnp.where(in_use, pl.cdiv(in_features, in_block), 0), add_block, empty)
+        blocks = jnp.where(tile < used_ref[0], pl.cdiv(in_features, in_block), 0)
+        sums = lax.fori_loop(0, blocks, add_block, empty)
         result = sums[0] if activation is None else activate(sums[0], activation) * sums[1]
         where = out_ref.at[pair, feature[None, :]]
         plgpu.store(where, result.astype(out.dtype), mask=real & inside.T)

@@ -1,4 +1,4 @@
-"""The pallas provider: Triton kernels of our own for CUDA and ROCm; everything but the cache is XLA's.
+"""The pallas provider: Triton kernels of our own for CUDA and ROCm; all but the cache and mixtures of experts is XLA's.
 
 Pallas runs them on a GPU through Triton, and interprets them on a CPU: slow, for tests, and never chosen but by name.
 """

@@ -117,12 +117,12 @@ def test_nothing_that_no_pair_chose_is_read_even_as_nan():
     np.testing.assert_array_equal(*(compute(x, each, padded, "silu") for each in (weights, poisoned)))
 
 
-def test_a_pair_of_no_tile_is_zero():
+def test_tiles_of_padding_are_not_computed():
     weights = stacks("float32", 48, 40)
     x, tiles = batch(9, 48)
     fewer = tiles._replace(used=tiles.used - 1)
     got, whole = (compute(x, weights, each, "silu") for each in (fewer, tiles))
-    last = tiles.pair[tiles.used - 1]
+    last = tiles.pair[tiles.used - 1]  # padding has no pairs; had it some, nothing were computed for them
     np.testing.assert_array_equal(got, whole.at[last].set(0, mode="drop"))
 
 
