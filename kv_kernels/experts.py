@@ -69,9 +69,10 @@ def tile_pairs(chosen: jax.Array, num_experts: int, first_expert: jax.Array | in
     count = jnp.zeros(num_experts, jnp.int32).at[of_pair].add(1, mode="drop")
     tiles = -(-count // width)
     first_pair, end_tile = jnp.cumsum(count) - count, jnp.cumsum(tiles)
-    expert = jnp.sum(end_tile <= tile[:, None], axis=1, dtype=jnp.int32)
+    # Of padding it is the last one: XLA takes a lone tile's products out of their loop and computes them always.
+    expert = jnp.minimum(jnp.sum(end_tile <= tile[:, None], axis=1, dtype=jnp.int32), num_experts - 1)
     offset = ((tile - end_tile[expert] + tiles[expert]) * width)[:, None] + jnp.arange(width)
-    real = (offset < count[expert][:, None]) & (expert < num_experts)[:, None]
+    real = offset < count[expert][:, None]
     pair = by_expert[jnp.where(real, first_pair[expert][:, None] + offset, 0)]
     return Tiles(expert, jnp.where(real, pair, pairs), end_tile[-1])
 

@@ -111,7 +111,7 @@ class Tiles(NamedTuple):
     """Pairs of a token and one of its k choices, grouped by the choice; token t's are t * k to t * k + k - 1.
 
     entry [tiles] i32: what a tile's pairs have chosen, of a stack; pair [tiles, width] i32: tokens * k for none;
-    used [] i32: tiles from there on are padding, and have neither an entry nor pairs.
+    used [] i32: tiles from there on are padding, and have no pairs, but an entry that there is.
     """
 
     entry: jax.Array

@@ -125,6 +125,14 @@ def test_devices_with_some_of_the_experts_add_up_to_all(provider: str) -> None:
     assert not shares[0][none_of_mine].any()
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_device_of_one_expert_that_nobody_chose_adds_nothing(provider: str) -> None:
+    experts, (x, routing) = mixture(dense), tokens(1, 2)
+    lone = experts._replace(**some_of(experts, slice(0, 1)))
+    elsewhere = routing._replace(chosen=jnp.asarray([[2, 4]]))
+    assert not compute(provider, x, elsewhere, lone, LAYERS - 1).any()
+
+
 def test_weights_are_of_all_experts_or_of_the_chosen() -> None:
     logits = jnp.log(jnp.array([[0.1, 0.5, 0.2, 0.2]]))
     over_all, renormalized = (route(logits, 2, renormalize=choice) for choice in (False, True))
