@@ -26,6 +26,7 @@ from kv_kernels.provider import (
     PoolPair,
     Rotation,
     Scoring,
+    Tiles,
 )
 from kv_kernels.scatter import write_rows
 from kv_kernels.weights import LayerIndex, MixedWeight, StoredWeight, Weight, take_layer, take_rows
@@ -67,6 +68,28 @@ class ComposedKernels:
             (result,) = results
             results = (residual + result,)
         return results
+
+    def grouped_mlp(
+        self: KernelProvider,
+        x: jax.Array,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        tiles: Tiles,
+        k: int,
+        *,
+        activation: Activation,
+    ) -> jax.Array:
+        """See KernelProvider."""
+
+        def compute(tile: jax.Array, results: jax.Array) -> jax.Array:
+            entry, pair = tiles.entry[tile], tiles.pair[tile]
+            (wide,) = self.linear(x[pair // k], (Affine(gate), Affine(up)), entry, activation=activation)
+            (out,) = self.linear(wide, (Affine(down),), entry, out_dtype=jnp.float32)
+            return results.at[pair].set(out, mode="drop")
+
+        results = jnp.zeros((x.shape[0] * k, down.out_features), jnp.float32)
+        return jax.lax.fori_loop(0, tiles.used, compute, results)
 
     def zeros(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
         """See KernelProvider."""

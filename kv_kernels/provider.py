@@ -107,6 +107,18 @@ class Scoring(NamedTuple):
     soft_cap: float | None = None
 
 
+class Tiles(NamedTuple):
+    """Pairs of a token and one of its k choices, grouped by the choice; token t's are t * k to t * k + k - 1.
+
+    entry [tiles] i32: what a tile's pairs have chosen, of a stack; pair [tiles, width] i32: tokens * k for none;
+    used [] i32: tiles from there on are padding, and have no pairs, but an entry that there is.
+    """
+
+    entry: jax.Array
+    pair: jax.Array
+    used: jax.Array
+
+
 class CacheAttended(NamedTuple):
     """values [tokens, heads, head_dim] and the pools after the append."""
 
@@ -117,8 +129,9 @@ class CacheAttended(NamedTuple):
 class KernelProvider(Protocol):
     """The operations of a provider; instances are hashable, since a compiled step is specific to one.
 
-    `append_kv`, `paged_attention`, `product` and `embed` are what a kernel library has. `linear` and `attend` are what
-    a step calls: whole passes over them, which `ComposedKernels` writes in jax.numpy and a provider may fuse.
+    `append_kv`, `paged_attention`, `product` and `embed` are what a kernel library has. `linear`, `grouped_mlp` and
+    `attend` are what a step calls: whole passes over them, which `ComposedKernels` writes in jax.numpy and a provider
+    may fuse.
     """
 
     @property
@@ -176,6 +189,23 @@ class KernelProvider(Protocol):
 
         With an activation there are two matrices and one result, activation(first) * second; `residual` [tokens, out]
         is added to a single result.
+        """
+
+    def grouped_mlp(
+        self,
+        x: jax.Array,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        tiles: Tiles,
+        k: int,
+        *,
+        activation: Activation,
+    ) -> jax.Array:
+        """Of every pair p the gated MLP of x [tokens, in] at p // k, by the entry of its tile in the stacks gate, up
+        [entries, inner, in] and down [entries, out, inner] -> [tokens * k, out] f32, 0 for a pair in no tile.
+
+        Only entries that a tile has are read, and a pair's result depends on no other pair and on no tile's width.
         """
 
     def attend(

@@ -3,7 +3,8 @@
 Decode kernels are compiled ahead of time for the few configurations of `DECODES`; a step of single tokens outside them
 (and any with a window, which the decode kernel does not have) takes the prefill kernel, which reads the same rows. A
 soft cap is refused: the decode kernels ignore it in silence and no prefill kernel with one is built. Operands are
-in the order of the vendor's handlers, which is part of their interface. Products are XLA's.
+in the order of the vendor's handlers, which is part of their interface. Products are those of
+`GpuKernels`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 
 from kv_common.page_table import KvPageTableV1
 from kv_kernels.aiter.library import APPEND, DECODE, JAX_AITER, PREFILL, AiterLibrary
-from kv_kernels.composition import ComposedKernels
+from kv_kernels.gpu_kernels import GpuKernels
 from kv_kernels.packed_rows import PackedRows, longest_kv, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 
@@ -35,7 +36,7 @@ DECODES = Coverage(("bfloat16", "float16"), (128,), (16,), (1, 4, 8), 16384)
 
 
 @dataclass(frozen=True)
-class AiterProvider(ComposedKernels):
+class AiterProvider(GpuKernels):
     """bfloat16 and float16 pools, head_dim 64 and 128, pages of 16 and 32 tokens, any group size; windows, no soft
     cap.
     """

@@ -3,7 +3,8 @@
 `plan` makes the vendor's schedule on the host, outside the jitted step, in CUDA-graph mode: what it says of sizes and
 offsets is then the same for every step of a shape, and a static attribute, while the schedule itself is an operand.
 Scratch is a result that nobody reads. The append has neither slots nor bounds, so that every token is handed over as a
-request of one page, and what is to be written nowhere goes to the padding page. Products are XLA's.
+request of one page, and what is to be written nowhere goes to the padding page. Products are those of
+`GpuKernels`.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ import numpy as np
 
 from kv_common.errors import JaxkvError
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.composition import ComposedKernels
 from kv_kernels.flashinfer.calls import APPEND, CAUSAL, NHD, PAGE_MODULE, Call, Modules, decode_call, prefill_call
 from kv_kernels.flashinfer.library import PREBUILT, FlashInferLibrary
+from kv_kernels.gpu_kernels import GpuKernels
 from kv_kernels.packed_rows import PackedRows, pack_rows, tokens_are_rows
 from kv_kernels.provider import KernelNeeds, PlanShape, PoolPair, Scoring
 
@@ -56,7 +57,7 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True)
-class FlashInferProvider(ComposedKernels):
+class FlashInferProvider(GpuKernels):
     """bfloat16 and float16 pools, head_dim 64, 128 and 256, any group size, page size, window and soft cap; for one
     model, since the schedule depends on its sizes.
     """

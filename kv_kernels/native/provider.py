@@ -27,6 +27,7 @@ from kv_kernels.provider import (
     PoolPair,
     Rotation,
     Scoring,
+    Tiles,
 )
 from kv_kernels.weights import DenseWeight, LayerIndex, MixedWeight, StoredWeight, Weight
 
@@ -139,6 +140,20 @@ class NativeProvider:
                 activation=activation or "",
             )
         )
+
+    def grouped_mlp(
+        self,
+        x: jax.Array,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        tiles: Tiles,
+        k: int,
+        *,
+        activation: Activation,
+    ) -> jax.Array:
+        # A tile's passes take all threads already, and read its matrices once.
+        return ComposedKernels.grouped_mlp(self, x, gate, up, down, tiles, k, activation=activation)
 
     def attend(
         self,

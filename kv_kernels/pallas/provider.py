@@ -1,4 +1,4 @@
-"""The pallas provider: Triton kernels of our own for CUDA and ROCm; everything but the cache is XLA's.
+"""The pallas provider: Triton kernels of our own for CUDA and ROCm; all but the cache and mixtures of experts is XLA's.
 
 Pallas runs them on a GPU through Triton, and interprets them on a CPU: slow, for tests, and never chosen but by name.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from kv_common.page_table import KvPageTableV1
-from kv_kernels.composition import ComposedKernels
+from kv_kernels.gpu_kernels import GpuKernels
 from kv_kernels.pallas.append import append_rows
 from kv_kernels.pallas.attention import paged_attention
 from kv_kernels.pallas.plan import PallasPlan, make_plan
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
-class PallasProvider(ComposedKernels):
+class PallasProvider(GpuKernels):
     """Pallas kernels in Triton's dialect; float32, bfloat16 and float16 pools, any page size, window and soft cap.
 
     `interpret` runs them on a CPU.

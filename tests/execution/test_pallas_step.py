@@ -2,18 +2,22 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
-from engine_case import make_engine
+from engine_case import GOLDEN, golden_model, make_engine
+from jax.sharding import Mesh
 
 from benchmarks.random_llama import write_random_llama
 from kv_control.buckets import StepShape
 from kv_execution import SamplingParams
 from kv_execution.step import build_step_programs
 from kv_kernels.pallas import PallasProvider
+from kv_kernels.tensor_parallel import EXPERT, TENSOR_AXES
 from models import load_model
 
 SMALL = {"max_requests": 2, "max_step_tokens": 16, "max_context": 64}
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 MIXED, DECODE = StepShape(16, 2, 256), StepShape(2, 2, 256)
 
 
@@ -37,6 +41,18 @@ def test_an_engine_on_interpreted_kernels_yields_the_references_tokens(checkpoin
         assert engine.describe().provider == name
         tokens[name] = [result.tokens for result in engine.generate(prompts, params)]
     assert tokens["pallas"] == tokens["reference"]
+
+
+@pytest.mark.usefixtures("without_optimizations")
+@pytest.mark.parametrize("case", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_experts_over_an_axis_of_their_own_yield_transformers_tokens_on_interpreted_kernels(case):
+    expected = np.load(GOLDEN / case / "expected.npz")
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1, 1), (EXPERT, *TENSOR_AXES))
+    engine = make_engine(load_model(GOLDEN / case, tensor_parallel=mesh), provider="pallas", **SMALL)
+    results = engine.generate([expected[f"prompt_{index}"] for index in (0, 2)], GREEDY)
+    assert [list(result.tokens) for result in results] == [
+        expected[f"greedy_{index}"].tolist()[:12] for index in (0, 2)
+    ]
 
 
 def lowered_step(model, platform: str, shape: StepShape) -> str:
@@ -93,3 +109,14 @@ def test_a_step_of_decodes_needs_no_tiles(checkpoint):
     calls = kernel_calls(lowered_step(load_model(checkpoint), "cuda", DECODE))
     assert set(calls) == {"jaxkv_append_kv", "jaxkv_attend_splits", "jaxkv_merge_splits"}
     assert aliases(calls["jaxkv_merge_splits"]) == []
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_a_step_of_a_mixture_lowers_with_its_experts_in_grouped_products(case, platform):
+    text = lowered_step(golden_model(case), platform, MIXED)
+    assert "jaxkv_grouped_product" in kernel_calls(text)
+    # Gate and up in one kernel, down in another; the only loop is over the layers.
+    assert text.count('name = "jaxkv_grouped_product"') == 2
+    assert text.count("stablehlo.while") == 1
+    assert text.count("stablehlo.dot_general") == len(["q", "k", "v", "o", "router", "logits"])

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_execution import SamplingParams
+from kv_kernels.experts import Experts, Routing, expert_mlp, route
 from kv_kernels.provider import KernelNeeds, KernelProvider, PlanShape, PoolPair, Scoring
 from kv_kernels.reference import ReferenceProvider
 from kv_kernels.selection import ProviderError, choose_provider, current_platform
+from kv_kernels.weights import BlockQuantWeight, DenseWeight, StoredWeight
 from tests.execution.engine_case import golden_model, golden_prompts, make_engine
 from tests.kernels import paged_case
 from tests.kernels.paged_case import PagedCase, make_case
@@ -199,14 +201,97 @@ def test_the_scale_reaches_the_scores_once(name):
     np.testing.assert_allclose(attend(provider, before, shape, one), attend(provider, case, shape, quarter), atol=1e-2)
 
 
-def test_an_engine_yields_the_references_tokens(name):
+def expert_stack(seed: int, kind: str, *shape: int) -> StoredWeight:
+    """Experts [layers, experts, out, in], in a dtype or quantized."""
+    rng = np.random.default_rng(seed)
+    if kind in BOUNDS:
+        return DenseWeight(jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5, kind))
+    blocks = (*shape[:-1], shape[-1] // 32)
+    if kind == "q8_0":
+        scales = jnp.asarray(rng.uniform(0.0002, 0.0008, blocks), jnp.float16)
+        return BlockQuantWeight(jnp.asarray(rng.integers(-128, 128, shape, np.int8)), scales, None, "q8_0")
+    quants = jnp.asarray(rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8))
+    scales, mins = (jnp.asarray(rng.uniform(*each, blocks), jnp.float16) for each in ((0.002, 0.01), (-0.08, -0.01)))
+    return BlockQuantWeight(quants, scales, mins, "q4_1")
+
+
+def mixture(kind: str, hidden: int, inner: int, layers: int = 2, experts: int = 8) -> Experts:
+    wide, narrow = (layers, experts, inner, hidden), (layers, experts, hidden, inner)
+    return Experts(*(expert_stack(seed, kind, *at) for seed, at in enumerate((wide, wide, narrow))), "silu")
+
+
+def routed(tokens: int, hidden: int, dtype: str, experts: int = 8) -> tuple[jax.Array, Routing]:
+    rng = np.random.default_rng(tokens)
+    logits = jnp.asarray(rng.standard_normal((tokens, experts)), jnp.float32)
+    return jnp.asarray(rng.standard_normal((tokens, hidden)), dtype), route(logits, 2, renormalize=True)
+
+
+def provider_of_experts(name: str) -> KernelProvider:
+    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "tokens_per_page": 16}
+    try:
+        return choose_provider(KernelNeeds(current_platform(), "bfloat16", **sizes), name).provider
+    except ProviderError as error:
+        pytest.skip(str(error))
+
+
+def compute_experts(provider: KernelProvider, x: jax.Array, routing: Routing, experts: Experts, layer: int):
+    def run(x: jax.Array, routing: Routing, weights: tuple[StoredWeight, ...], layer: jax.Array) -> jax.Array:
+        return expert_mlp(provider, x, routing, Experts(*weights, experts.activation), layer)
+
+    return np.asarray(jax.jit(run)(x, routing, tuple(experts[:3]), jnp.int32(layer)))
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 500])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "hidden", "inner"),
+    [
+        *((dtype, dtype, 1024, 768) for dtype in BOUNDS),
+        ("float32", "float32", 200, 72),
+        *((dtype, kind, 1024, 768) for kind in ("q8_0", "q4_1") for dtype in ("float32", "bfloat16")),
+    ],
+)
+def test_experts_equal_the_reference(name, dtype, kind, hidden, inner, tokens):
+    experts, (x, routing) = mixture(kind, hidden, inner), routed(tokens, hidden, dtype)
+    got, wanted = (
+        compute_experts(each, x, routing, experts, 1) for each in (provider_of_experts(name), ReferenceProvider())
+    )
+    np.testing.assert_allclose(got, wanted, atol=BOUNDS[dtype] * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", list(BOUNDS))
+def test_what_experts_make_of_a_token_has_the_same_bits_in_any_batch(name, dtype):
+    experts, (x, routing) = mixture(dtype, 1024, 768), routed(500, 1024, dtype)
+    provider = provider_of_experts(name)
+    whole = compute_experts(provider, x, routing, experts, 0)
+    for some in (slice(0, 1), slice(499, 500), slice(100, 109), slice(7, 200)):
+        its = Routing(*(each[some] for each in routing))
+        np.testing.assert_array_equal(compute_experts(provider, x[some], its, experts, 0), whole[some])
+
+
+def test_experts_beyond_four_gigabytes_are_reached(name):
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    if limit < 24 << 30:
+        pytest.skip(f"needs 24 GiB of device memory, jax may use {limit} bytes")
+    experts, (x, routing) = mixture("bfloat16", 1024, 768, layers=1), routed(33, 1024, "bfloat16")
+    spare = 400  # layers, of 12 MiB in each stack
+    far = (
+        DenseWeight(jnp.concatenate([jnp.full((spare, *each.values.shape[1:]), jnp.nan, "bfloat16"), each.values]))
+        for each in experts[:3]
+    )
+    provider = provider_of_experts(name)
+    got = compute_experts(provider, x, routing, Experts(*far, experts.activation), spare)
+    np.testing.assert_array_equal(got, compute_experts(provider, x, routing, experts, 0))
+
+
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+def test_an_engine_yields_the_references_tokens(name, case):
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     tokens = {}
     with jax.default_matmul_precision("highest"):
         for each in (name, "reference"):
             try:
-                engine = make_engine(golden_model("llama"), provider=each)
+                engine = make_engine(golden_model(case), provider=each)
             except ProviderError as error:
                 pytest.skip(str(error))
-            tokens[each] = [result.tokens for result in engine.generate(golden_prompts("llama"), params)]
+            tokens[each] = [result.tokens for result in engine.generate(golden_prompts(case), params)]
     assert tokens[name] == tokens["reference"]

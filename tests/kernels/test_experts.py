@@ -1,18 +1,21 @@
 """A mixture of experts equals the sum it stands for, computes chosen experts only, and no batch changes a token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kv_kernels.dequantize import dequantize
-from kv_kernels.experts import Experts, Routing, expert_mlp, route, tile_width
+from kv_kernels.experts import Experts, Routing, expert_mlp, route, tile_pairs, tile_width
 from kv_kernels.native import NativeProvider
+from kv_kernels.pallas import PallasProvider
 from kv_kernels.reference import ReferenceProvider
 from kv_kernels.weights import BlockQuantWeight, DenseWeight
 
 LAYERS, EXPERTS, HIDDEN, INNER = 2, 5, 32, 64
-PROVIDERS = {"reference": ReferenceProvider(), "native": NativeProvider()}
+PROVIDERS = {"reference": ReferenceProvider(), "native": NativeProvider(), "pallas": PallasProvider(interpret=True)}
 
 
 def dense(rng: np.random.Generator, *shape: int) -> DenseWeight:
@@ -46,9 +49,27 @@ def naive(x: jax.Array, routing: Routing, experts: Experts, layer: int) -> np.nd
     return out
 
 
-def compute(provider: str, x: jax.Array, routing: Routing, experts: Experts, layer: int) -> np.ndarray:
-    run = jax.jit(lambda *operands: expert_mlp(PROVIDERS[provider], *operands[:2], experts, operands[2]))
-    return np.asarray(run(x, routing, jnp.int32(layer)))
+def compute(
+    provider: str, x: jax.Array, routing: Routing, experts: Experts, layer: int, first_expert: int = 0
+) -> np.ndarray:
+    # Interpreted kernels are long programs and short runs.
+    options = {"xla_backend_optimization_level": 0} if provider == "pallas" else None
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def run(x: jax.Array, routing: Routing, experts: Experts, layer: jax.Array) -> jax.Array:
+        return expert_mlp(
+            PROVIDERS[provider], x, routing, experts._replace(activation="silu"), layer, first_expert=first_expert
+        )
+
+    return np.asarray(run(x, routing, experts._replace(activation=None), jnp.int32(layer)))
+
+
+def part(routing: Routing, of: slice) -> Routing:
+    return Routing(*(each[of] for each in routing))
+
+
+def some_of(experts: Experts, of: slice) -> dict[str, DenseWeight]:
+    return {name: DenseWeight(getattr(experts, name).values[:, of]) for name in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize("make", [dense, quantized])
@@ -62,29 +83,54 @@ def test_it_equals_the_weighted_sum_of_each_token_s_experts(provider: str, make,
     )
 
 
-def test_all_tokens_may_choose_one_expert() -> None:
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_all_tokens_may_choose_one_expert(provider: str) -> None:
     experts, (x, _) = mixture(dense), tokens(70, 1)
     routing = Routing(jnp.full((70, 1), 3), jnp.ones((70, 1)))
     np.testing.assert_allclose(
-        compute("native", x, routing, experts, 0), naive(x, routing, experts, 0), rtol=1e-4, atol=1e-4
+        compute(provider, x, routing, experts, 0), naive(x, routing, experts, 0), rtol=1e-4, atol=1e-4
     )
 
 
-def test_an_expert_that_nobody_chose_is_not_computed() -> None:
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_an_expert_that_nobody_chose_is_not_computed(provider: str) -> None:
     experts, (x, routing) = mixture(dense), tokens(9, 2)
     routing = routing._replace(chosen=routing.chosen % 3)
     poisoned = experts._replace(down=DenseWeight(experts.down.values.at[:, 3:].set(jnp.nan)))
-    got, wanted = (compute("native", x, routing, each, 0) for each in (poisoned, experts))
+    got, wanted = (compute(provider, x, routing, each, 0) for each in (poisoned, experts))
     np.testing.assert_array_equal(got, wanted)
 
 
-def test_a_token_has_the_same_bits_alone_and_in_any_batch() -> None:
-    experts, (x, routing) = mixture(dense), tokens(33, 2)
-    whole = compute("native", x, routing, experts, 1)
-    for token in (0, 17, 32):
-        its = Routing(*(part[token : token + 1] for part in routing))
-        alone = compute("native", x[token : token + 1], its, experts, 1)
-        np.testing.assert_array_equal(alone[0], whole[token])
+@pytest.mark.parametrize("provider", ["native", "pallas"])
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(provider: str) -> None:
+    experts, (x, routing) = mixture(dense), tokens(65, 2)
+    assert [tile_width(pairs, EXPERTS) for pairs in (2, 34, 130)] == [1, 8, 32]
+    whole, half = (compute(provider, x[:count], part(routing, slice(count)), experts, 1) for count in (65, 17))
+    np.testing.assert_array_equal(half, whole[:17])
+    for token in (0, 64):
+        only = slice(token, token + 1)
+        np.testing.assert_array_equal(compute(provider, x[only], part(routing, only), experts, 1), whole[only])
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_devices_with_some_of_the_experts_add_up_to_all(provider: str) -> None:
+    experts, (x, routing) = mixture(dense), tokens(11, 2)
+    shares = [
+        compute(provider, x, routing, experts._replace(**some_of(experts, of)), 1, of.start)
+        for of in (slice(0, 2), slice(2, EXPERTS))
+    ]
+    np.testing.assert_allclose(sum(shares), compute(provider, x, routing, experts, 1), rtol=1e-5, atol=1e-6)
+    none_of_mine = ~np.asarray((routing.chosen < 2).any(1))
+    assert none_of_mine.any()
+    assert not shares[0][none_of_mine].any()
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_device_of_one_expert_that_nobody_chose_adds_nothing(provider: str) -> None:
+    experts, (x, routing) = mixture(dense), tokens(1, 2)
+    lone = experts._replace(**some_of(experts, slice(0, 1)))
+    elsewhere = routing._replace(chosen=jnp.asarray([[2, 4]]))
+    assert not compute(provider, x, elsewhere, lone, LAYERS - 1).any()
 
 
 def test_weights_are_of_all_experts_or_of_the_chosen() -> None:
@@ -97,3 +143,24 @@ def test_weights_are_of_all_experts_or_of_the_chosen() -> None:
 
 def test_tiles_hold_what_an_expert_has_on_average() -> None:
     assert [tile_width(pairs, 8) for pairs in (1, 8, 9, 40, 10_000)] == [1, 1, 2, 8, 32]
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_experts"), [((1, 1, 1, 7), 4), ((10, 0, 0, 0), 4), ((0, 1, 1, 0), 4), ((1,) * 3, 9), ((33, 1), 2)]
+)
+def test_pairs_are_dealt_to_tiles_of_one_expert_in_their_order(counts: tuple[int, ...], num_experts: int) -> None:
+    chosen = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    tiles = jax.jit(tile_pairs, static_argnums=1)(jnp.asarray(chosen)[:, None], num_experts)
+    used, pairs = int(tiles.used), sum(counts)
+    dealt: dict[int, list[int]] = {}
+    for entry, row in zip(tiles.entry[:used].tolist(), tiles.pair[:used].tolist(), strict=True):
+        dealt.setdefault(entry, []).extend(pair for pair in row if pair < pairs)
+    wanted = {expert: np.flatnonzero(chosen == expert).tolist() for expert in np.unique(chosen).tolist()}
+    assert dealt == wanted
+    assert (np.asarray(tiles.pair[used:]) == pairs).all()
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 7), (1, 1, 1, 1), (1, 1, 1, 37), (1, 0, 1, 0), (97, 1, 1, 1)])
+def test_there_is_room_for_the_most_tiles_that_a_choice_can_need_and_no_more(counts: tuple[int, ...]) -> None:
+    tiles = jax.jit(tile_pairs, static_argnums=1)(jnp.asarray(np.repeat(np.arange(4), counts))[:, None], 4)
+    assert tiles.used == tiles.pair.shape[0]
