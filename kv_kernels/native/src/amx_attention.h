@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "amx_quick.h"
 #include "amx_tile.h"
 #include "amx_transpose.h"
 #include "attention_kernel.h"
@@ -100,7 +101,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
   template <class F>
   void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t padded, KeysAhead& ahead,
               F visible_to) const {
-    softmax_rows<Avx512Simd>(a, *this, sums, padded, ahead, visible_to);
+    softmax_rows<Avx512Simd>(a, *this, sums, padded, ahead, visible_to, quick_exp);
   }
   void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
   void finish_split(const SoftmaxSums<Avx512Simd>&) const {}

@@ -113,7 +113,7 @@ struct TallBlock : NarrowBlock {
       const __m512 before = _mm512_mask_loadu_ps(minus_infinity, lanes, sums.best + first);
       const __m512 best = _mm512_mask_mov_ps(before, _mm512_cmp_ps_mask(highest, before, _CMP_GT_OQ), highest);
       const __m512 offset = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(best, minus_infinity, _CMP_NEQ_UQ), best);
-      const __m512 shrunk = exp_nonpositive<Avx512Simd>(_mm512_sub_ps(before, offset));
+      const __m512 shrunk = quick_exp(_mm512_sub_ps(before, offset));
       const __m512 total = _mm512_maskz_loadu_ps(lanes, sums.total + first);
       const __m512 more = weigh_column(columns + t * kKeyBlock * 16, padded, offset);
       _mm512_mask_storeu_ps(sums.best + first, lanes, best);
@@ -175,7 +175,7 @@ struct TallBlock : NarrowBlock {
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
         float* at = column + (key + i) * 16;
-        const __m512 weight = exp_nonpositive<Avx512Simd>(_mm512_sub_ps(_mm512_load_ps(at), offset));
+        const __m512 weight = quick_exp(_mm512_sub_ps(_mm512_load_ps(at), offset));
         _mm512_store_ps(at, weight);
         sums[i] = _mm512_add_ps(sums[i], weight);
       }

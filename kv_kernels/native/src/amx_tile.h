@@ -60,6 +60,11 @@ template <int kTile>
 inline void tile_load(const void* from, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
 }
+// The same of what is not read again soon, so that the first-level cache keeps other things.
+template <int kTile>
+inline void tile_load_once(const void* from, int64_t stride) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
 template <int kTile>
 inline void tile_store_rows(void* to, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");

@@ -40,15 +40,27 @@ inline __m512 load_some(const float* from, int64_t count) {
   return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << count) - 1), from);
 }
 
-// Rows of floats as columns of pairs of bf16, the form of the second operand: [rows][stride], at most 16 rows, to
-// [16][height], zeros after the last. A row gives 16 numbers from its start and 16 from `apart` on, of the `count` it has.
-inline void pack_columns(const float* from, int64_t stride, int64_t rows, int64_t count, int64_t apart, int64_t height,
+inline __m256i load_some_words(const uint16_t* from, int64_t count) {
+  return count <= 0 ? _mm256_setzero_si256()
+                    : _mm256_maskz_loadu_epi16(static_cast<__mmask16>(count >= 16 ? 0xffff : (1 << count) - 1), from);
+}
+
+// 32 numbers of a row as bf16: 16 from its start and 16 from `apart` on, of the `count` it has.
+inline __m512i narrow_some(const float* row, int64_t count, int64_t apart) {
+  return narrowed(load_some(row, count), load_some(row + apart, count - apart));
+}
+inline __m512i narrow_some(const uint16_t* row, int64_t count, int64_t apart) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load_some_words(row, count)),
+                            load_some_words(row + apart, count - apart), 1);
+}
+
+// Rows of floats, or of bf16, as columns of pairs of bf16, the form of the second operand: [rows][stride], at most 16 rows,
+// to [16][height], zeros after the last. `narrow_some` says which numbers of a row.
+template <class Number>
+inline void pack_columns(const Number* from, int64_t stride, int64_t rows, int64_t count, int64_t apart, int64_t height,
                          float* to) {
   __m512i v[16];
-  for (int64_t i = 0; i < 16; ++i) {
-    const float* row = from + i * stride;
-    v[i] = i < rows ? narrowed(load_some(row, count), load_some(row + apart, count - apart)) : _mm512_setzero_si512();
-  }
+  for (int64_t i = 0; i < 16; ++i) v[i] = i < rows ? narrow_some(from + i * stride, count, apart) : _mm512_setzero_si512();
   if (height == 1) return _mm512_storeu_si512(to, v[0]);
   transpose(v);
   const __mmask16 present = static_cast<__mmask16>((1 << height) - 1);

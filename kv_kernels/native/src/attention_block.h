@@ -76,7 +76,7 @@ struct WideBlock : SoftmaxScratch<S> {
   // Scores to weights.
   template <class F>
   void soften(const Attention& a, const SoftmaxSums<S>& sums, int64_t padded, KeysAhead& ahead, F visible_to) const {
-    softmax_rows<S>(a, *this, sums, padded, ahead, visible_to);
+    softmax_rows<S>(a, *this, sums, padded, ahead, visible_to, exp_nonpositive<S>);
   }
   // The sums so far, shrunk, and the values of that block by their weights.
   void weigh(int64_t count, const SoftmaxSums<S>& sums, KeysAhead&) const {

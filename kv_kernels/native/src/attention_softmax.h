@@ -104,10 +104,10 @@ struct Visible {
 };
 
 // Scores [rows][padded] to weights relative to the rows' new best; keys that a row does not see get 0. Updates best and
-// total, and gives in `shrink` what the sums so far are worth relative to the new best.
-template <class S, class F>
+// total, and gives in `shrink` what the sums so far are worth relative to the new best. `exp` is of numbers up to 0.
+template <class S, class F, class E>
 static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, const SoftmaxSums<S>& sums,
-                                int64_t padded, KeysAhead& ahead, F visible_to) {
+                                int64_t padded, KeysAhead& ahead, F visible_to, E exp) {
   using V = typename S::V;
   for (int64_t row = 0; row < s.rows; ++row) {
     ahead.ask(3);
@@ -129,7 +129,7 @@ static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, 
       const float best = row + i < s.rows ? s.block_best[row + i] : 0.0f;
       offsets[i] = best == kMinusInfinity ? 0.0f : best;
     }
-    S::store(s.shrink + row, exp_nonpositive<S>(S::sub(S::load(sums.best + row), S::load(offsets))));
+    S::store(s.shrink + row, exp(S::sub(S::load(sums.best + row), S::load(offsets))));
   }
   for (int64_t row = 0; row < s.rows; ++row) {
     ahead.ask(3);
@@ -138,7 +138,7 @@ static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, 
     const V offset = S::broadcast(best == kMinusInfinity ? 0.0f : best);
     V sum = S::zero();
     for (int64_t i = 0; i < padded; i += S::kWidth) {
-      const V weight = exp_nonpositive<S>(S::sub(S::load(scores + i), offset));
+      const V weight = exp(S::sub(S::load(scores + i), offset));
       S::store(scores + i, weight);
       sum = S::add(sum, weight);
     }

@@ -51,18 +51,20 @@ static inline typename S::V times_sigmoid(typename S::V x, typename S::V z) {
   return S::mul(x, S::div(numerator, S::add(one, e)));
 }
 
+// z where activation(x) is x sigmoid(z).
+template <class S>
+static inline typename S::V gate_argument(Activation activation, typename S::V x) {
+  if (activation != Activation::kGeluTanh) return x;
+  // gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
+  const typename S::V cube = S::mul(S::mul(x, x), x);
+  return S::mul(S::fma(cube, S::broadcast(0.044715f), x), S::broadcast(1.5957691216f));
+}
+
 template <class S>
 static void gate(Activation activation, const float* up, int64_t count, float* gate) {
-  using V = typename S::V;
   for (int64_t i = 0; i < count; i += S::kWidth) {
-    const V x = S::load(gate + i);
-    V z = x;
-    if (activation == Activation::kGeluTanh) {
-      // gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
-      const V cube = S::mul(S::mul(x, x), x);
-      z = S::mul(S::fma(cube, S::broadcast(0.044715f), x), S::broadcast(1.5957691216f));
-    }
-    S::store(gate + i, S::mul(times_sigmoid<S>(x, z), S::load(up + i)));
+    const typename S::V x = S::load(gate + i);
+    S::store(gate + i, S::mul(times_sigmoid<S>(x, gate_argument<S>(activation, x)), S::load(up + i)));
   }
 }
 

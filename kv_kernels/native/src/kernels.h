@@ -125,6 +125,16 @@ struct HeadRange {
 // Tokens [first, first + count) of a block: [count][in_features]. They last until the next call.
 using TokenRows = std::function<const float*(int64_t first, int64_t count)>;
 
+// What is done with a product's results on their way, and where they go, as bfloat16: both arrays are [tokens][stride].
+struct Finish {
+  const float* bias;       // of the weight, [out], or null
+  const float* gate_bias;  // of the gate's weight, or null
+  Activation activation;
+  const void* residual;  // of the first token, or null
+  void* out;             // the same
+  int64_t stride;
+};
+
 // Products of one precision with weights of every kind.
 struct ProductKernels {
   int64_t token_block;  // tokens that are best given in one call, at most kTokenBlock
@@ -137,6 +147,11 @@ struct ProductKernels {
   // numbers of these rows, and of rows up to a multiple of 16, may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                   float* results);
+  // Of levels that have them, else null: `pack` of rows of bfloat16 that are taken as they are, [tokens][in_features]; and
+  // `product` of any number of outputs, gated by that of another weight if there is one, which finishes as it goes.
+  void (*pack_narrow)(const WeightView& weight, const void* x, int64_t tokens, float* packed) = nullptr;
+  void (*finished_product)(const WeightView& weight, const WeightView* gate, const float* packed, int64_t tokens,
+                           int64_t first_output, int64_t outputs, const Finish& finish) = nullptr;
 };
 
 struct Kernels {

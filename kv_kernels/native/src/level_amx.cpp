@@ -11,7 +11,8 @@ const Kernels& amx_kernels() {
     Kernels kernels = avx512_kernels();
     kernels.name = "amx";
     kernels.products = {96, amx_packed_size, amx_pack, amx_product};
-    kernels.bf16_products = {kTokenBlock, narrow_packed_size, narrow_pack, narrow_product};
+    kernels.bf16_products = {kTokenBlock,    narrow_packed_size, narrow_pack,
+                             narrow_product, narrow_pack_narrow, narrow_finished_product};
     kernels.attend = narrow_attend;
     kernels.attend_split = narrow_attend_split;
     kernels.attend_scratch = narrow_attend_scratch;

@@ -41,6 +41,19 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
   const Matrix& matrix = call.matrices[index];
   const int64_t begin = (chunk_index - matrix.first_chunk) * call.chunk;
   const int64_t end = std::min(begin + call.chunk, matrix.weight.out_features);
+  if (products.finished_product != nullptr && matrix.out_type == Element::kBF16) {
+    const Matrix* gate = gated ? &call.matrices[0] : nullptr;
+    const int64_t stride = matrix.weight.out_features, at = first_token * stride * element_size(matrix.out_type);
+    const void* residual = call.residual == nullptr ? nullptr : static_cast<const char*>(call.residual) + at;
+    const Finish finish{matrix.bias,
+                        gate == nullptr ? nullptr : gate->bias,
+                        call.activation,
+                        residual,
+                        static_cast<char*>(matrix.out) + at,
+                        stride};
+    return products.finished_product(matrix.weight, gate == nullptr ? nullptr : &gate->weight, packed, tokens, begin,
+                                     end - begin, finish);
+  }
   alignas(64) float results[kTokenBlock * kOutputBlock];
   alignas(64) float gates[kTokenBlock * kOutputBlock];
   for (int64_t first = begin; first < end; first += kOutputBlock) {

@@ -14,7 +14,12 @@ constexpr int64_t kSerialTokens = 32;  // so few are prepared by the caller: che
 void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
   const Kernels& level = kernels();
   const int64_t in = call.in_features;
+  const WeightView& weight = call.matrices[0].weight;
   const bool is_wide = call.x_type == Element::kF32;
+  if (call.products().pack_narrow != nullptr && call.x_type == Element::kBF16 && call.norm == nullptr) {
+    const char* source = static_cast<const char*>(call.x) + first * in * element_size(call.x_type);
+    return call.products().pack_narrow(weight, source, last - first, packed);
+  }
   const auto rows = [&](int64_t offset, int64_t count) -> const float* {
     const char* source = static_cast<const char*>(call.x) + (first + offset) * in * element_size(call.x_type);
     if (is_wide && call.norm == nullptr) return reinterpret_cast<const float*>(source);
@@ -27,7 +32,7 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
     }
     return wide;
   };
-  call.products().pack(call.matrices[0].weight, rows, last - first, packed);
+  call.products().pack(weight, rows, last - first, packed);
 }
 
 }  // namespace
