@@ -221,11 +221,11 @@ class Batcher:
 
     def _advance_constrained(self, previous: DispatchedStep, plan: StepPlan) -> list[TokenOutput]:
         """What may come next depends on the tokens of `previous`; the network of `plan` runs while they are awaited."""
-        logits = self._runtime.forward(plan)
+        hidden = self._runtime.forward(plan)
         self._in_flight = None
         outputs = self._collect(previous)
         if self._prompts:
-            self._in_flight = self._runtime.choose(plan, logits)
+            self._in_flight = self._runtime.choose(plan, hidden)
         return outputs
 
     def _collect(self, step: DispatchedStep) -> list[TokenOutput]:

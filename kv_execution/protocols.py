@@ -32,7 +32,21 @@ class CausalModel(Protocol):
 
     @property
     def forward(self) -> Any:
-        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (logits [rows, vocab] f32, step)`, pure."""
+        """`forward(params, token_ids [tokens], step, logit_rows [rows]) -> (x [rows, hidden], step)`, pure; x is what
+        the output product takes.
+        """
+
+    @property
+    def logits(self) -> Any:
+        """`logits(params, x [rows, hidden], products) -> logits [rows, vocab] f32`, pure; `products` are
+        `OutputProducts`.
+        """
+
+    @property
+    def most_likely(self) -> Any:
+        """`most_likely(params, x [rows, hidden], products) -> tokens [rows] i32`, those of the largest of `logits`, the
+        first of equals; pure.
+        """
 
     @property
     def hidden(self) -> Any:

@@ -147,10 +147,10 @@ class PagedRuntime:
             with reporting_cache_faults():
                 forward = self.programs.forward.lower(self.params, self.state, self._inputs.of(None, shape))
                 forward.compile()
-                logits = forward.out_info.logits
+                hidden = forward.out_info.hidden
                 for kind in samplers:
                     sampling = self._table.padding(shape.rows, kind)
-                    compile_sampler(self.programs, logits, self.state.sampler, sampling)
+                    compile_sampler(self.programs, self.params, hidden, self.state.sampler, sampling)
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
@@ -177,22 +177,22 @@ class PagedRuntime:
         return self._table.constrains(plan.rows[plan.samples])
 
     def forward(self, plan: StepPlan) -> jax.Array:
-        """Start the network of a step, for `choose` to go on from: logits [rows, vocab] f32 on the device."""
+        """Start the network of a step, for `choose` to go on from: hidden states [rows, hidden] on the device."""
         for row in plan.admitted:
             self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
         shape = self.shape_of(plan)
         self._check(plan)
         with self._reporting_first(shape, None):
-            self.state, logits = self.programs.forward(self.params, self.state, self._inputs.of(plan, shape))
+            self.state, hidden = self.programs.forward(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
         self._count(plan, shape)
-        return logits
+        return hidden
 
-    def choose(self, plan: StepPlan, logits: jax.Array) -> DispatchedStep:
+    def choose(self, plan: StepPlan, hidden: jax.Array) -> DispatchedStep:
         """Start the sampler of a step whose network was started."""
-        sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, logits.shape[0])
-        with self._reporting_first(logits.shape[0], type(sampling)):
-            chosen = choose_tokens(self.programs, logits, self.state.sampler, sampling)
+        sampling = self._table.inputs(plan.rows, plan.positions, plan.samples, hidden.shape[0])
+        with self._reporting_first(hidden.shape[0], type(sampling)):
+            chosen = choose_tokens(self.programs, self.params, hidden, self.state.sampler, sampling)
         self.state = self.state._replace(sampler=chosen.state)
         return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
 

@@ -1,5 +1,6 @@
-"""Which programs choose the tokens of a step: a small one where all rows are greedy, else one for all that may be
-asked, behind a mask where some rows are held to certain tokens.
+"""Which programs choose the tokens of a step: where all rows are greedy one that finds the most likely tokens, else one
+for the logits and one for all that may be asked of them, and between those a mask where some rows are held to certain
+tokens.
 
 The mask is a program of its own so that the large one is compiled once: a second copy that has it would take a quarter
 of a server's warm-up.
@@ -22,24 +23,31 @@ def samplers_for(plain: Collection[bool], constrained: bool) -> tuple[type[StepS
 
 
 def choose_tokens(
-    programs: StepPrograms, logits: jax.Array, state: SamplerState, sampling: StepSampling
+    programs: StepPrograms, params: Any, hidden: jax.Array, state: SamplerState, sampling: StepSampling
 ) -> GreedyResult | SampleResult:
-    """Start the sampler on `logits` [rows, vocab] f32; the state is donated."""
-    result: GreedyResult | SampleResult = _run(programs, logits, state, sampling, _called)
+    """Start the sampler on the rows' `hidden` states [rows, hidden]; the sampler's state is donated."""
+    result: GreedyResult | SampleResult = _run(programs, params, hidden, state, sampling, _called)
     return result
 
 
-def compile_sampler(programs: StepPrograms, logits: Any, state: SamplerState, sampling: StepSampling) -> None:
-    """Compile what `choose_tokens` would run, for `logits` of a shape."""
-    _run(programs, logits, state, sampling, _compiled)
+def compile_sampler(
+    programs: StepPrograms, params: Any, hidden: Any, state: SamplerState, sampling: StepSampling
+) -> None:
+    """Compile what `choose_tokens` would run, for `hidden` of a shape."""
+    _run(programs, params, hidden, state, sampling, _compiled)
 
 
 def _run(
-    programs: StepPrograms, logits: Any, state: SamplerState, sampling: StepSampling, use: Callable[..., Any]
+    programs: StepPrograms,
+    params: Any,
+    hidden: Any,
+    state: SamplerState,
+    sampling: StepSampling,
+    use: Callable[..., Any],
 ) -> Any:
     if isinstance(sampling, GreedyInputs):
-        return use(programs.greedy, logits, state, sampling)
-    eligible = logits
+        return use(programs.greedy, params, hidden, state, sampling)
+    logits = eligible = use(programs.logits, params, hidden)
     if isinstance(sampling, ConstrainedInputs):
         eligible, sampling = use(programs.mask, logits, sampling.allowed), sampling.sampling
     return use(programs.sample, logits, eligible, state, sampling)

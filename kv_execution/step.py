@@ -1,9 +1,10 @@
-"""The jitted programs of a step: the network over the pools, then sampling, all on the device.
+"""The jitted programs of a step: the network over the pools, then what chooses the tokens, all on the device.
 
 The state (pools, token histories, logit biases) is taken by donation and returned. Token ids are read from the
 histories, where sampling leaves them, so that a step can be dispatched before the tokens of the last one have reached
-the host. Sampling is a program of its own, since it depends on the number of rows only: compiled into every shape of
-the network it would take half of the warm-up. Where no row asks for more than the most likely token it is a small one.
+the host. The output product and sampling are programs of their own, since they depend on the number of rows only:
+compiled into every shape of the network they would take half of the warm-up. Where no row asks for more than the most
+likely token, one small program finds that, and no logits are written where the provider can do without.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
 from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, allowed_logits, sample
 from kv_kernels.adapters import AdapterCapacity, column_mask
-from kv_kernels.argmax import argmax, below_infinity
+from kv_kernels.output_products import OutputProducts
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import POOL_SPEC
@@ -55,24 +56,24 @@ class ForwardInputs(NamedTuple):
 
 
 class ForwardResult(NamedTuple):
-    """The state after the step, and logits [rows, vocab] f32, or log-probabilities [tokens, vocab] f32 from `score`."""
+    """The state after the step, and of every row what the output product takes, [rows, hidden]."""
 
     state: DeviceState
-    logits: jax.Array
+    hidden: jax.Array
+
+
+class ScoreResult(NamedTuple):
+    """The state after the step, and log-probabilities [tokens, vocab] f32."""
+
+    state: DeviceState
+    logprobs: jax.Array
 
 
 class NetworkResult(NamedTuple):
-    """What the network makes of a step: the pools with its K/V, and logits [rows, vocab] f32."""
+    """What a network makes of a step: the pools with its K/V, and the hidden states or logits that it is asked for."""
 
     pools: PoolPair
-    logits: jax.Array
-
-
-class HiddenResult(NamedTuple):
-    """The pools with a step's K/V, and the final hidden states [tokens, hidden] f32."""
-
-    pools: PoolPair
-    hidden: jax.Array
+    out: jax.Array
 
 
 class PoolResult(NamedTuple):
@@ -104,16 +105,18 @@ class GreedyResult(NamedTuple):
 class StepPrograms(NamedTuple):
     """Jitted functions; states are donated, and by `pool` sums.
 
-    forward, score: (params, DeviceState, ForwardInputs) to ForwardResult. pool: those, weights [tokens] f32 and sums
-    [rows of the engine, hidden] f32 to PoolResult. classify: (params, sums) to scores [rows of the engine, labels] f32.
-    mask: (logits, allowed tokens) to eligible logits. sample: (logits, eligible logits, SamplerState, SamplingInputs)
-    to SampleResult. greedy: (logits, SamplerState, GreedyInputs) to GreedyResult.
+    forward: (params, DeviceState, ForwardInputs) to ForwardResult; score: those to ScoreResult. pool: those, weights
+    [tokens] f32 and sums [rows of the engine, hidden] f32 to PoolResult. classify: (params, sums) to scores [rows of
+    the engine, labels] f32. logits: (params, hidden [rows, hidden]) to logits [rows, vocab] f32. mask: (logits, allowed
+    tokens) to eligible logits. sample: (logits, eligible logits, SamplerState, SamplingInputs) to SampleResult. greedy:
+    (params, hidden, SamplerState, GreedyInputs) to GreedyResult.
     """
 
     forward: jax.stages.Wrapped
     score: jax.stages.Wrapped
     pool: jax.stages.Wrapped
     classify: jax.stages.Wrapped
+    logits: jax.stages.Wrapped
     mask: jax.stages.Wrapped
     sample: jax.stages.Wrapped
     greedy: jax.stages.Wrapped
@@ -131,10 +134,11 @@ def build_step_programs(
     """The programs of a model, which has the room of `adapters`; `on_trace` is called whenever one is traced for a new
     shape.
 
-    Over a mesh the network is one manual region: plan, positions and tokens are the same on every rank, heads and
-    pools are its own. Sampling runs on every device on the same logits.
+    Over a mesh the network is one manual region and the output product another: plan, positions, tokens and hidden
+    states are the same on every rank, heads and pools are its own. Sampling runs on every device on the same logits.
     """
     mesh = model.tensor_mesh
+    products = OutputProducts(provider, 1 if mesh is None else mesh.width)
 
     def tokens_of(history: jax.Array, inputs: ForwardInputs) -> jax.Array:
         # The history has every token: prompts since their request began, sampled ones since they were sampled.
@@ -159,49 +163,57 @@ def build_step_programs(
             adapter_mask=None if adapters is None else column_mask(inputs.adapter_slots, adapters),
         )
 
-    def network(
-        params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs, logit_rows: jax.Array
-    ) -> NetworkResult:
+    def network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> NetworkResult:
         token_ids = tokens_of(history, inputs)
-        logits, view = model.forward(params, token_ids, view_of(pools, inputs), logit_rows)
-        return NetworkResult(view.pools, logits)
+        x, view = model.forward(params, token_ids, view_of(pools, inputs), inputs.logit_rows)
+        return NetworkResult(view.pools, x)
 
-    def hidden_network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> HiddenResult:
+    def scoring_network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> NetworkResult:
+        token_ids = tokens_of(history, inputs)
+        x, view = model.forward(params, token_ids, view_of(pools, inputs), jnp.arange(token_ids.shape[0]))
+        return NetworkResult(view.pools, model.logits(params, x, products))
+
+    def hidden_network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> NetworkResult:
         hidden, view = model.hidden(params, tokens_of(history, inputs), view_of(pools, inputs))
-        return HiddenResult(view.pools, hidden)
+        return NetworkResult(view.pools, hidden)
 
-    forward_shardings: Any = None
-    sample_shardings: Any = None
-    pool_shardings: Any = None
+    def output_logits(params: Any, hidden: jax.Array) -> jax.Array:
+        logits: jax.Array = model.logits(params, hidden, products)
+        return logits
+
+    def most_likely(params: Any, hidden: jax.Array) -> jax.Array:
+        tokens: jax.Array = model.most_likely(params, hidden, products)
+        return tokens
+
+    # What a program returns beside the state or without it, and the state with what stands beside it.
+    result_sharding: Any = None
+    step_shardings: tuple[Any, Any] | None = None
     if mesh is not None:
         everywhere: Any = PartitionSpec()
         by_head: Any = POOL_SPEC
-        network = mesh.manual(
-            network,
-            in_specs=(_specs_of(model.params), by_head, everywhere, everywhere, everywhere),
-            out_specs=NetworkResult(by_head, everywhere),
-        )
-        hidden_network = mesh.manual(
-            hidden_network,
-            in_specs=(_specs_of(model.params), by_head, everywhere, everywhere),
-            out_specs=HiddenResult(by_head, everywhere),
-        )
-        pool_sharding: Any = mesh.sharding(POOL_SPEC)
-        sample_shardings = mesh.replicated
-        forward_shardings = ForwardResult(DeviceState(pool_sharding, sample_shardings), sample_shardings)
-        pool_shardings = PoolResult(forward_shardings.state, sample_shardings)
+        of_params: Any = _specs_of(model.params)
 
-    def run(params: Any, state: DeviceState, inputs: ForwardInputs, logit_rows: jax.Array) -> ForwardResult:
-        on_trace()
-        pools, logits = network(params, state.pools, jnp.asarray(state.sampler.history), inputs, logit_rows)
-        return ForwardResult(state._replace(pools=pools), logits)
+        def over_pools(network: Callable[..., NetworkResult]) -> Callable[..., NetworkResult]:
+            specs = (of_params, by_head, everywhere, everywhere)
+            return mesh.manual(network, specs, NetworkResult(by_head, everywhere))
+
+        network, scoring_network, hidden_network = map(over_pools, (network, scoring_network, hidden_network))
+        output_logits, most_likely = (
+            mesh.manual(each, (of_params, everywhere), everywhere) for each in (output_logits, most_likely)
+        )
+        result_sharding = mesh.replicated
+        pool_sharding: Any = mesh.sharding(POOL_SPEC)
+        step_shardings = (DeviceState(pool_sharding, result_sharding), result_sharding)
 
     def forward(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
-        return run(params, state, inputs, inputs.logit_rows)
+        on_trace()
+        pools, hidden = network(params, state.pools, jnp.asarray(state.sampler.history), inputs)
+        return ForwardResult(state._replace(pools=pools), hidden)
 
-    def score(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
-        result = run(params, state, inputs, jnp.arange(inputs.token_rows.shape[0]))
-        return result._replace(logits=jax.nn.log_softmax(result.logits, axis=-1))
+    def score(params: Any, state: DeviceState, inputs: ForwardInputs) -> ScoreResult:
+        on_trace()
+        pools, logits = scoring_network(params, state.pools, jnp.asarray(state.sampler.history), inputs)
+        return ScoreResult(state._replace(pools=pools), jax.nn.log_softmax(logits, axis=-1))
 
     def pool(params: Any, state: DeviceState, inputs: ForwardInputs, weights: jax.Array, sums: jax.Array) -> PoolResult:
         on_trace()
@@ -213,6 +225,10 @@ def build_step_programs(
     def classify(params: Any, sums: jax.Array) -> Any:
         on_trace()
         return model.classify(params, sums)
+
+    def logits_of_rows(params: Any, hidden: jax.Array) -> jax.Array:
+        on_trace()
+        return output_logits(params, hidden)
 
     def mask_rows(logits: jax.Array, allowed: Any) -> jax.Array:
         on_trace()
@@ -226,20 +242,24 @@ def build_step_programs(
         # Rows that do not sample in this step carry a history row outside the table, which drops the write.
         return SampleResult(record_tokens(state, inputs.history_row, inputs.position, sampled.token), sampled)
 
-    def greedy_rows(logits: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
+    def greedy_rows(params: Any, hidden: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
-        # What `sample` chooses where nothing is asked. A kernel cannot be called on arrays of a mesh from out here.
-        token = provider.argmax(logits) if mesh is None else argmax(below_infinity(logits))
+        # What `sample` chooses where nothing is asked.
+        token = most_likely(params, hidden)
         return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
 
+    def shardings(result: Callable[..., Any]) -> Any:
+        return None if step_shardings is None else result(*step_shardings)
+
     return StepPrograms(
-        forward=jax.jit(forward, donate_argnums=1, out_shardings=forward_shardings),
-        score=jax.jit(score, donate_argnums=1, out_shardings=forward_shardings),
-        pool=jax.jit(pool, donate_argnums=(1, 4), out_shardings=pool_shardings),
-        classify=jax.jit(classify, out_shardings=sample_shardings),
-        mask=jax.jit(mask_rows, out_shardings=sample_shardings),
-        sample=jax.jit(sample_rows, donate_argnums=2, out_shardings=sample_shardings),
-        greedy=jax.jit(greedy_rows, donate_argnums=1, out_shardings=sample_shardings),
+        forward=jax.jit(forward, donate_argnums=1, out_shardings=shardings(ForwardResult)),
+        score=jax.jit(score, donate_argnums=1, out_shardings=shardings(ScoreResult)),
+        pool=jax.jit(pool, donate_argnums=(1, 4), out_shardings=shardings(PoolResult)),
+        classify=jax.jit(classify, out_shardings=result_sharding),
+        logits=jax.jit(logits_of_rows, out_shardings=result_sharding),
+        mask=jax.jit(mask_rows, out_shardings=result_sharding),
+        sample=jax.jit(sample_rows, donate_argnums=2, out_shardings=result_sharding),
+        greedy=jax.jit(greedy_rows, donate_argnums=2, out_shardings=result_sharding),
     )
 
 

@@ -99,6 +99,12 @@ class ComposedKernels:
         """See KernelProvider."""
         return argmax(below_infinity(scores))
 
+    def most_likely(self: KernelProvider, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
+        """See KernelProvider."""
+        (logits,) = self.linear(x, (matrix,), None, norm=norm, out_dtype=jnp.float32)
+        # Kept apart, so that the product is what XLA makes of it where the logits are wanted.
+        return self.argmax(jax.lax.optimization_barrier(logits))
+
     def attend(
         self: KernelProvider,
         q: jax.Array,

@@ -174,6 +174,11 @@ class KernelProvider(Protocol):
         as -inf, and infinity as the largest float.
         """
 
+    def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
+        """`argmax` of the float32 results of `linear` for x [rows, in], to the bit -> [rows] i32; of a matrix without a
+        stack.
+        """
+
     def linear(
         self,
         x: jax.Array,

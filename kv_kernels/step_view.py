@@ -208,23 +208,6 @@ class StepView:
         assert self.adapter_mask is not None
         return adapter_products(self.provider, x, adapters, layer, self.adapter_mask, norm)
 
-    def logits(self, x: jax.Array, matrix: Affine, vocab_size: int, *, norm: Norm) -> jax.Array:
-        """norm(x) [rows, hidden] times matrix [vocab, hidden] transposed -> [rows, vocab] f32, the same on every rank.
-
-        Under tensor parallelism the matrix is a rank's part of the vocabulary, or all of it (a tied embedding): then a
-        rank multiplies its own range of that, where the ranks divide the vocabulary.
-        """
-        width, layer = self.tensor_width, None
-        if width > 1 and matrix.weight.out_features == vocab_size:
-            if vocab_size % width:
-                return self.linear(x, matrix, norm=norm, out_dtype=jnp.float32)
-            # Seen as a stack of ranges, of which the rank is the index, so that no range is copied out.
-            matrix = jax.tree.map(lambda leaf: leaf.reshape(width, -1, *leaf.shape[1:]), matrix)
-            norm = Norm(jnp.broadcast_to(norm.weight, (width, *norm.weight.shape)), norm.eps)
-            layer = lax.axis_index(TENSOR_AXES)
-        part = self.linear(x, matrix, layer, norm=norm, out_dtype=jnp.float32)
-        return part if width == 1 else lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
-
     def embed(self, token_ids: jax.Array, weight: StoredWeight) -> jax.Array:
         """Rows `token_ids` [tokens] of weight [vocab, hidden] -> [tokens, hidden] f32."""
         return self.provider.embed(token_ids, weight)

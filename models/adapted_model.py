@@ -19,11 +19,11 @@ from jax import lax
 
 from kv_common.model_spec import ModelSpec
 from kv_kernels.adapters import AdapterCapacity
-from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh
 from kv_kernels.weights import DenseWeight
 from models.assembly import by_path, insert, parameter_shapes
-from models.decoder import Decoder, Forward, Hidden
+from models.decoder import Decoder
+from models.decoder_functions import DecoderFunctions
 from models.lora import Adapter, AdapterError, AdapterPair
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _IN, _OUT = "adapter_in", "adapter_out"
 
 
-class AdaptedModel:
+class AdaptedModel(DecoderFunctions):
     """`base` with room for adapters; everything else about it is the base's, its fingerprint too."""
 
     def __init__(self, base: LoadedModel, capacity: AdapterCapacity) -> None:
         self.base = base
         self.capacity = capacity
         config = dataclasses.replace(base.decoder.config, adapter_columns=capacity.columns)
-        self._decoder = Decoder(config, base.decoder.dtype)
+        self.decoder = Decoder(config, base.decoder.dtype)
         self.params: dict[str, Any] = self._with_room(base.params)
 
     @property
@@ -53,18 +53,6 @@ class AdaptedModel:
     @property
     def tensor_mesh(self) -> TensorMesh | None:
         return self.base.tensor_mesh
-
-    def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
-        """As the base's, where the step has a mask of adapters."""
-        return self._decoder.bind(params)(token_ids, step, logit_rows)
-
-    def hidden(self, params: dict[str, Any], token_ids: jax.Array, step: StepView) -> Hidden:
-        """As the base's, where the step has a mask of adapters."""
-        return self._decoder.bind(params).hidden(token_ids, step)
-
-    def classify(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
-        """As the base's."""
-        return self._decoder.bind(params).classify(hidden)
 
     def read_adapter(self, directory: str | Path) -> Adapter:
         """The adapter in a directory. Raises what the base's raises, and AdapterError where its rank is beyond the
@@ -102,14 +90,14 @@ class AdaptedModel:
     def _with_room(self, params: dict[str, Any]) -> dict[str, Any]:
         mesh, dtype = self.tensor_mesh, jnp.dtype(self.spec.dtype)
         whole = {**by_path(params)}
-        for path, (shape, _, split) in parameter_shapes(self._decoder).items():
+        for path, (shape, _, split) in parameter_shapes(self.decoder).items():
             if path in whole:
                 continue
             sharding = None if mesh is None else mesh.sharding(mesh.spec_of(split, shape, True))
             make = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
             whole[path] = DenseWeight(make())
         tree: dict[str, Any] = {}
-        for path in parameter_shapes(self._decoder):
+        for path in parameter_shapes(self.decoder):
             insert(tree, path, whole[path])
         # A write of nothing, so that what writes is compiled by now and what it returns is what steps are compiled for.
         return self.with_adapter(tree, 0, Adapter(b"", 0, {}))

@@ -19,7 +19,8 @@ import numpy as np
 
 from kv_kernels.composition import activate, multiply
 from kv_kernels.experts import Experts, route
-from kv_kernels.provider import Norm, Rotation, Scoring
+from kv_kernels.output_products import OutputProducts
+from kv_kernels.provider import Affine, Norm, Rotation, Scoring
 from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import Split
 from kv_kernels.weights import LayerIndex
@@ -38,9 +39,9 @@ class Carry(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """logits [rows, vocab] f32, and the step with all K/V appended."""
+    """x [rows, hidden] in the compute dtype, before the last norm, and the step with all K/V appended."""
 
-    logits: jax.Array
+    x: jax.Array
     step: StepView
 
 
@@ -175,8 +176,8 @@ class DecoderLayers(Module):
 
 
 class Decoder(Module):
-    """Token ids to logits, or to hidden states. The output product reuses the embedding where the model ties them; a
-    classifier of sequences has none, nor has a model that is for embeddings alone.
+    """Token ids to hidden states, and those to logits. The output product reuses the embedding where the model ties
+    them; a classifier of sequences has none, nor has a model that is for embeddings alone.
     """
 
     def __init__(self, config: DecoderConfig, dtype: str) -> None:
@@ -191,19 +192,33 @@ class Decoder(Module):
         self.dtype = dtype
 
     def __call__(self, token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
-        """Logits [rows, vocab] f32 of the tokens at `logit_rows` [rows] i32 among token_ids [tokens] i32."""
-        config = self.config
+        """What `logits` takes, of the tokens at `logit_rows` [rows] i32 among token_ids [tokens] i32."""
         x, step = self._layers(token_ids, step)
-        # Rows are gathered before the product with the vocabulary: one row per sequence, not per token. x stays in the
-        # compute dtype: a provider multiplies in x's, so a float32 x would widen the whole matrix.
-        output = self.embedding if self.output is None else self.output
-        logits = step.logits(x[logit_rows], output.matrix, config.vocab_size, norm=self.norm.norm)
+        # x stays in the compute dtype: a provider multiplies in x's, so a float32 x would widen the output matrix.
+        return Forward(x[logit_rows], step)
+
+    def logits(self, x: jax.Array, products: OutputProducts) -> jax.Array:
+        """Logits [rows, vocab] f32 of x [rows, hidden]."""
+        config = self.config
+        logits = products.logits(x, self._output, config.vocab_size, norm=self.norm.norm)
         if config.logit_divisor != 1:
             logits = logits / np.float32(config.logit_divisor)
         if config.logit_soft_cap is not None:
             cap = np.float32(config.logit_soft_cap)
             logits = cap * jnp.tanh(logits / cap)
-        return Forward(logits, step)
+        return logits
+
+    def most_likely(self, x: jax.Array, products: OutputProducts) -> jax.Array:
+        """Where the largest of the logits of x [rows, hidden] is -> [rows] i32."""
+        config = self.config
+        if config.logit_divisor != 1 or config.logit_soft_cap is not None:
+            # Both keep the order, but round numbers that differ to equal ones, of which the first is taken.
+            return products.argmax(self.logits(x, products))
+        return products.most_likely(x, self._output, config.vocab_size, norm=self.norm.norm)
+
+    @property
+    def _output(self) -> Affine:
+        return (self.embedding if self.output is None else self.output).matrix
 
     def hidden(self, token_ids: jax.Array, step: StepView) -> Hidden:
         """Final hidden states of token_ids [tokens] i32."""

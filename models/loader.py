@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 
 from kv_common.model_spec import ModelSpec
 from kv_kernels.adapters import AdapterCapacity
-from kv_kernels.step_view import StepView
 from kv_kernels.tensor_parallel import TensorMesh, TensorParallelError
 from models.adapted_model import AdaptedModel
 from models.assembly import ProgressCallback, assemble, parameter_shapes
@@ -32,7 +31,8 @@ from models.checkpoint import CheckpointError
 from models.config import ModelConfigError, UnsupportedModelError
 from models.config_fields import ConfigFields, read_json
 from models.context import fit_context
-from models.decoder import Decoder, Forward, Hidden
+from models.decoder import Decoder
+from models.decoder_functions import DecoderFunctions
 from models.families import family_of, gguf_format_of
 from models.families.gguf_model import GgufModel
 from models.generation import GenerationDefaults, generation_from_directory, generation_from_gguf
@@ -54,7 +54,7 @@ _WEIGHT_FILES = (".gguf", ".safetensors")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LoadedModel:
+class LoadedModel(DecoderFunctions):
     """A model ready to run.
 
     params: nested dicts of device arrays and weights, the first argument of `forward`.
@@ -70,18 +70,6 @@ class LoadedModel:
     generation: GenerationDefaults
     tensor_mesh: TensorMesh | None = None
     labels: tuple[str, ...] = ()
-
-    def forward(self, params: dict[str, Any], token_ids: jax.Array, step: StepView, logit_rows: jax.Array) -> Forward:
-        """Logits [rows, vocab] f32 of the tokens at logit_rows [rows] among token_ids [tokens], both i32; pure."""
-        return self.decoder.bind(params)(token_ids, step, logit_rows)
-
-    def hidden(self, params: dict[str, Any], token_ids: jax.Array, step: StepView) -> Hidden:
-        """Final hidden states [tokens, hidden] f32 of token_ids [tokens] i32, behind the last norm; pure."""
-        return self.decoder.bind(params).hidden(token_ids, step)
-
-    def classify(self, params: dict[str, Any], hidden: jax.Array) -> jax.Array:
-        """Scores [rows, labels] f32 of the hidden states [rows, hidden] f32 of last tokens; pure. Of a classifier."""
-        return self.decoder.bind(params).classify(hidden)
 
     def spread(self, tensor_parallel: int | Mesh) -> LoadedModel:
         """The same model over so many devices, or a mesh as `load_model` takes it; this one stays as it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from kv_kernels.composition import ComposedKernels, normalize, rotate
 from kv_kernels.dequantize import dequantize
 from kv_kernels.experts import expert_mlp
+from kv_kernels.output_products import OutputProducts
 from kv_kernels.provider import Scoring
 from kv_kernels.weights import Weight, take_layer, take_rows
 from models import LoadedModel
@@ -72,10 +74,6 @@ class DenseStep:
         x = x if norm is None else normalize(x, norm, layer)
         return residual + x * jnp.asarray(scale, x.dtype)
 
-    def logits(self, x, matrix, vocab_size, *, norm) -> jax.Array:
-        assert matrix.weight.out_features == vocab_size
-        return self.linear(x, matrix, norm=norm, out_dtype=jnp.float32)
-
     def embed(self, ids: jax.Array, weight: Weight) -> jax.Array:
         return dequantize(take_rows(weight, ids), jnp.float32)
 
@@ -89,9 +87,18 @@ class DenseStep:
 
 
 class _Products(ComposedKernels):
-    """As much of a provider as the experts need."""
+    """As much of a provider as experts and logits need."""
 
-    product = DenseStep.product
+    def product(self, x: jax.Array, weight: Weight, layer, out_dtype) -> jax.Array:
+        return DenseStep.product(self, x, weight, layer, out_dtype)
+
+
+DENSE_OUTPUT = OutputProducts(_Products())
+
+
+def logits_of(model: LoadedModel) -> Callable[..., jax.Array]:
+    """A function of what `model.forward` takes, for the logits [rows, vocab] f32 of the same rows."""
+    return lambda params, *given: model.logits(params, model.forward(params, *given).x, DENSE_OUTPUT)
 
 
 class DenseModel:
@@ -104,21 +111,21 @@ class DenseModel:
         self.model = model
         self.length = length
         self._step = DenseStep(jnp.arange(length, dtype=jnp.int32), unrolled)
-        self._forward = jax.jit(model.forward)
+        self._logits = jax.jit(logits_of(model))
 
     def logits(self, ids) -> np.ndarray:
         """[len(ids), vocab] f32."""
         filled = np.zeros(self.length, np.int32)
         filled[: len(ids)] = ids
         rows = np.arange(self.length, dtype=np.int32)
-        return np.asarray(self._forward(self.model.params, filled, self._step, rows).logits)[: len(ids)]
+        return np.asarray(self._logits(self.model.params, filled, self._step, rows))[: len(ids)]
 
     def last_logits(self, ids) -> np.ndarray:
         """[vocab] f32, of the token after `ids`; the product with the vocabulary is of one row."""
         filled = np.zeros(self.length, np.int32)
         filled[: len(ids)] = ids
         rows = np.array([len(ids) - 1], np.int32)
-        return np.asarray(self._forward(self.model.params, filled, self._step, rows).logits)[0]
+        return np.asarray(self._logits(self.model.params, filled, self._step, rows))[0]
 
     def greedy(self, ids, count: int) -> list[int]:
         """`count` tokens, each by a forward pass over everything before it."""

@@ -19,7 +19,8 @@ LEVELS = ("generic", "avx2", "avx512", "amx")
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"
 LIBRARY_VARIABLE = "JAXKV_NATIVE_LIBRARY"
 TARGETS = tuple(
-    f"jaxkv_{name}" for name in ("append_kv", "paged_attention", "attend", "linear", "embed", "argmax", "zeros")
+    f"jaxkv_{name}"
+    for name in ("append_kv", "paged_attention", "attend", "linear", "most_likely", "embed", "argmax", "zeros")
 )
 
 

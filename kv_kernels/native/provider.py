@@ -131,10 +131,7 @@ class NativeProvider:
                 x,
                 _index(0 if layer is None else layer),
                 *operands,
-                kinds=",".join(
-                    _kind(weight) + ("" if each.bias is None else "+bias")
-                    for weight, each in zip(weights, matrices, strict=True)
-                ),
+                kinds=",".join(map(_stored, matrices)),
                 norm_eps=np.float32(-1 if norm is None else norm.eps),
                 has_residual=residual is not None,
                 activation=activation or "",
@@ -188,6 +185,12 @@ class NativeProvider:
         out: jax.Array = _call("jaxkv_zeros", jax.ShapeDtypeStruct(shape, dtype))()
         return out
 
+    def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
+        operands = [norm.weight, *jax.tree.leaves(matrix.weight), *([] if matrix.bias is None else [matrix.bias])]
+        call = _call("jaxkv_most_likely", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))
+        out: jax.Array = call(x, _index(0), *operands, kind=_stored(matrix), norm_eps=np.float32(norm.eps))
+        return out
+
     def argmax(self, scores: jax.Array) -> jax.Array:
         out: jax.Array = _call("jaxkv_argmax", jax.ShapeDtypeStruct(scores.shape[:1], jnp.int32))(scores)
         return out
@@ -214,6 +217,12 @@ def _attributes(scoring: Scoring) -> dict[str, Any]:
 def _storage(weight: StoredWeight) -> tuple[Any, ...]:
     """What two weights have in common that read x in one form."""
     return (_kind(weight), *((leaf.dtype, leaf.shape[-1]) for leaf in jax.tree.leaves(weight)))
+
+
+def _stored(matrix: Affine) -> str:
+    """What the kernels read a matrix by."""
+    assert not isinstance(matrix.weight, MixedWeight)  # whose parts are multiplied apart
+    return _kind(matrix.weight) + ("" if matrix.bias is None else "+bias")
 
 
 def _kind(weight: StoredWeight) -> str:

@@ -15,8 +15,8 @@ def test_a_random_trace_after_warm_up_traces_and_compiles_nothing(caplog):
     engine = make_engine(golden_model("llama"), max_requests=3, max_step_tokens=24, pages=14, debug=True)
     shapes = engine.warmup_paged()
     assert shapes == engine.describe().shapes
-    # One program of the network per shape, and two of the sampler per number of rows.
-    assert engine.stats().traces == len(shapes) + 2 * len({shape.rows for shape in shapes})
+    # One program of the network per shape, and per number of rows the greedy one, that of logits and the sampler.
+    assert engine.stats().traces == len(shapes) + 3 * len({shape.rows for shape in shapes})
     traces = engine.stats().traces
     rng = np.random.default_rng(0)
     batcher = engine.batcher()
@@ -124,5 +124,5 @@ def test_no_shape_is_longer_than_the_pool():
 def test_constraints_share_the_sampler_of_the_rest():
     engine = make_engine(golden_model("llama"), max_requests=2, max_step_tokens=8)
     shapes = engine.warmup_paged(constrained=True)
-    # One program of the network per shape, and per number of rows the greedy one, the large one and the mask.
-    assert engine.stats().traces <= len(shapes) + 3 * len({shape.rows for shape in shapes})
+    # One program of the network per shape, and per number of rows the greedy one, logits, sampler and mask.
+    assert engine.stats().traces == len(shapes) + 4 * len({shape.rows for shape in shapes})

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_step import DenseModel, DenseStep
+from dense_step import DenseModel, DenseStep, logits_of
 
 from kv_kernels.weights import DenseWeight
 from models import LoadedModel, load_model
@@ -34,14 +34,14 @@ def test_layers_with_experts_are_the_same_unrolled(golden: Path) -> None:
 
 def test_no_weight_is_a_constant_of_the_traced_program(tiny: LoadedModel) -> None:
     step, ids = DenseStep(jnp.arange(8)), jnp.arange(8)
-    traced = jax.make_jaxpr(tiny.forward)(tiny.params, ids, step, ids)
+    traced = jax.make_jaxpr(logits_of(tiny))(tiny.params, ids, step, ids)
     assert max((np.size(constant) for constant in traced.consts), default=0) <= tiny.spec.head_dim
     assert len(traced.jaxpr.invars) == len(jax.tree.leaves(tiny.params)) + 3
 
 
 def test_only_the_rows_asked_for_meet_the_vocabulary(tiny: LoadedModel) -> None:
     step, ids = DenseStep(jnp.arange(8)), jnp.arange(3, 11)
-    some = jax.jit(tiny.forward)(tiny.params, ids, step, jnp.array([7, 2])).logits
+    some = jax.jit(logits_of(tiny))(tiny.params, ids, step, jnp.array([7, 2]))
     assert some.shape == (2, tiny.spec.vocab_size)
     assert some.dtype == jnp.float32
     np.testing.assert_allclose(some, DenseModel(tiny, 8).logits(np.arange(3, 11))[[7, 2]], atol=1e-5)
@@ -69,7 +69,7 @@ def test_every_part_keeps_half_precision_between_float32_sums(golden: Path, case
     # The median: where two experts are close, rounding may choose the other for a token.
     assert 1e-4 < np.median(np.abs(logits - exact)) < 0.1 * np.median(np.abs(exact))
     with jax.numpy_dtype_promotion("strict"):  # two widths that meet are an error
-        jax.eval_shape(half.forward, half.params, jnp.arange(4), step, jnp.array([3]))
+        jax.eval_shape(logits_of(half), half.params, jnp.arange(4), step, jnp.array([3]))
 
 
 def test_the_embedding_s_multiplier_is_rounded_to_the_compute_dtype(golden: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_vocabulary_product_takes_half_precision_and_gives_float32(
 
     monkeypatch.setattr(DenseStep, "product", recorded)
     half = load_model(golden / case, dtype="bfloat16")
-    jax.eval_shape(half.forward, half.params, jnp.arange(8), DenseStep(jnp.arange(8)), jnp.array([7]))
+    jax.eval_shape(logits_of(half), half.params, jnp.arange(8), DenseStep(jnp.arange(8)), jnp.array([7]))
     assert {x for _, x, _ in products} == {jnp.dtype("bfloat16")}  # a wider x would widen the matrix it meets
     assert [out for size, _, out in products if size == half.spec.vocab_size] == [jnp.float32]
 

@@ -1,5 +1,8 @@
 // argmax: the most likely token of every row.
 
+#include <algorithm>
+#include <limits>
+
 #include "operands.h"
 #include "parallel.h"
 
@@ -18,7 +21,8 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::AnyBuffer scores, ffi::Result<ffi::
   const auto* from = static_cast<const float*>(scores.untyped_data());
   auto* to = static_cast<int32_t*>(out->untyped_data());
   parallel_for(pool, scores.dimensions()[0], [&](int64_t row) {
-    to[row] = static_cast<int32_t>(kernels().argmax(from + row * columns, columns));
+    float best = -std::numeric_limits<float>::infinity();
+    to[row] = static_cast<int32_t>(std::max<int64_t>(kernels().argmax(from + row * columns, columns, &best), 0));
   });
   return ffi::Error::Success();
 }

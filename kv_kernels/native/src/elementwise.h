@@ -69,11 +69,10 @@ static void gate(Activation activation, const float* up, int64_t count, float* g
 }
 
 template <class S>
-static int64_t argmax(const float* x, int64_t count) {
+static int64_t argmax(const float* x, int64_t count, float* best) {
   constexpr int64_t kRun = 1024;  // numbers that are looked through again for their largest
   constexpr float kLargest = __FLT_MAX__;
-  float best = -__builtin_inff();
-  int64_t begin = 0;
+  int64_t begin = -1;
   for (int64_t first = 0; first < count; first += kRun) {
     const int64_t end = first + kRun < count ? first + kRun : count;
     typename S::V highest = S::broadcast(-__builtin_inff());
@@ -82,10 +81,10 @@ static int64_t argmax(const float* x, int64_t count) {
     float largest = S::highest(highest);
     for (; i < end; ++i) largest = x[i] > largest ? x[i] : largest;
     largest = largest > kLargest ? kLargest : largest;
-    if (largest > best) best = largest, begin = first;
+    if (largest > *best) *best = largest, begin = first;
   }
-  if (best == -__builtin_inff()) return 0;
-  while (!(x[begin] >= best)) ++begin;
+  if (begin < 0) return -1;
+  while (!(x[begin] >= *best)) ++begin;
   return begin;
 }
 

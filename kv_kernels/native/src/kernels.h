@@ -158,8 +158,9 @@ struct Kernels {
   const char* name;
   ProductKernels products;       // to float32's accuracy
   ProductKernels bf16_products;  // of x in bfloat16: the same, or both sides rounded to it where that is faster
-  // Where the largest of `count` numbers is, the first of equals; nan is less than all, infinity the largest float.
-  int64_t (*argmax)(const float* x, int64_t count);
+  // Where the largest of `count` numbers is, the first of equals, if it is above *best, which it then becomes; else -1.
+  // nan is less than all, infinity the largest float.
+  int64_t (*argmax)(const float* x, int64_t count, float* best);
   // x / sqrt(mean(x^2) + eps) * weight.
   void (*normalize)(const float* x, const float* weight, int64_t count, float eps, float* out);
   // Pairs (i, i + count) of x turned by the angles whose cosines and sines are given.

@@ -1,80 +1,15 @@
 // linear: activations times one matrix, or several that share them, of a stack of layers, with what stands before and
 // after in the same pass: the norm of the activations, biases, a gated activation, a residual.
 //
-// The work is cut in tasks of some outputs for a block of tokens. A block is normalized and packed once for all of them.
+// linear_call.h says how the work is cut in tasks.
 
 #include <algorithm>
 #include <vector>
 
-#include "operands.h"
-#include "parallel.h"
+#include "linear_call.h"
 
 namespace jaxkv {
 namespace {
-
-constexpr int64_t kTasksPerThread = 3;
-constexpr int64_t kChunkOutputs = 16;  // a task has a multiple of so many: all levels multiply them in whole groups
-static_assert(kChunkOutputs % WeightTile::kRows == 0 && kOutputBlock % WeightTile::kRows == 0);
-constexpr int64_t kSerialTokens = 32;  // so few are prepared by the caller: cheaper than waking a thread
-
-struct Matrix {
-  WeightView weight;
-  const float* bias;  // [out], or null
-  void* out;          // [tokens, out]
-  Element out_type;
-  int64_t first_chunk;  // its first task among those of a token block
-};
-
-struct Call {
-  const void* x;
-  Element x_type;
-  int64_t tokens;
-  int64_t in_features;
-  const float* norm;  // [in], or null
-  float eps;
-  const void* residual;  // [tokens, out] of the first result's type, or null
-  Activation activation;
-  std::vector<Matrix> matrices;
-  int64_t token_blocks;
-  int64_t chunk;   // outputs of a task
-  int64_t chunks;  // tasks of a token block
-
-  const ProductKernels& products() const {
-    return x_type == Element::kBF16 ? kernels().bf16_products : kernels().products;
-  }
-  int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }
-};
-
-// Tokens [first, last) of x, normalized and packed.
-void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
-  const Kernels& level = kernels();
-  const int64_t in = call.in_features;
-  const WeightView& weight = call.matrices[0].weight;
-  const bool is_wide = call.x_type == Element::kF32;
-  if (call.products().pack_narrow != nullptr && call.x_type == Element::kBF16 && call.norm == nullptr) {
-    const char* source = static_cast<const char*>(call.x) + first * in * element_size(call.x_type);
-    return call.products().pack_narrow(weight, source, last - first, packed);
-  }
-  const auto rows = [&](int64_t offset, int64_t count) -> const float* {
-    const char* source = static_cast<const char*>(call.x) + (first + offset) * in * element_size(call.x_type);
-    if (is_wide && call.norm == nullptr) return reinterpret_cast<const float*>(source);
-    float* wide = thread_scratch(Slot::kTask, count * in);
-    for (int64_t token = 0; token < count; ++token, source += in * element_size(call.x_type)) {
-      float* row = wide + token * in;
-      if (!is_wide) level.widen(source, call.x_type, in, row);
-      if (call.norm != nullptr)
-        level.normalize(is_wide ? reinterpret_cast<const float*>(source) : row, call.norm, in, call.eps, row);
-    }
-    return wide;
-  };
-  call.products().pack(weight, rows, last - first, packed);
-}
-
-void add_bias(const float* bias, int64_t tokens, int64_t outputs, float* results) {
-  if (bias == nullptr) return;
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t i = 0; i < outputs; ++i) results[t * kOutputBlock + i] += bias[i];
-}
 
 // A block of results to its place: biases, gate and residual on the way.
 void finish(const Call& call, const Matrix& matrix, int64_t first_token, int64_t tokens, int64_t first_output,
@@ -133,40 +68,6 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
   }
 }
 
-void run(ffi::ThreadPool& pool, Call& call) {
-  const ProductKernels& products = call.products();
-  const WeightView& weight = call.matrices[0].weight;
-  call.token_blocks = (call.tokens + products.token_block - 1) / products.token_block;
-  const int64_t most = (call.tokens + call.token_blocks - 1) / call.token_blocks;
-  const int64_t size = (products.packed_size(weight, most) + 15) / 16 * 16;
-  float* packed = thread_scratch(Slot::kInput, call.token_blocks * size);
-  const auto prepare_block = [&](int64_t block) {
-    prepare(call, call.first_token(block), call.first_token(block + 1), packed + block * size);
-  };
-  if (call.tokens <= kSerialTokens) {
-    prepare_block(0);
-  } else {
-    parallel_for(pool, call.token_blocks, prepare_block);
-  }
-
-  int64_t outputs = 0;
-  const bool gated = call.activation != Activation::kNone;
-  for (const Matrix& matrix : call.matrices) outputs += matrix.weight.out_features;
-  if (gated) outputs /= 2;
-  const int64_t wanted = std::max<int64_t>(1, kTasksPerThread * thread_count(pool) / call.token_blocks);
-  const int64_t even = (outputs / wanted + kChunkOutputs - 1) / kChunkOutputs * kChunkOutputs;
-  call.chunk = std::clamp<int64_t>(even, kChunkOutputs, 16 * kOutputBlock);
-  call.chunks = 0;
-  for (Matrix& matrix : call.matrices) {
-    matrix.first_chunk = gated ? 0 : call.chunks;
-    call.chunks = matrix.first_chunk + (matrix.weight.out_features + call.chunk - 1) / call.chunk;
-  }
-  parallel_for(pool, call.token_blocks * call.chunks, [&](int64_t task) {
-    const int64_t block = task / call.chunks;
-    run_task(call, packed + block * size, block, task % call.chunks);
-  });
-}
-
 // The words of a list apart by commas.
 std::vector<std::string_view> words(std::string_view list) {
   std::vector<std::string_view> found;
@@ -204,11 +105,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
     call.activation = activation == "silu" ? Activation::kSilu : Activation::kGeluTanh;
   }
   for (const std::string_view word : words(kinds)) {
-    const std::string_view kind = word.substr(0, word.find('+'));
-    Matrix matrix{};
-    matrix.weight = reader.weight(kind);
-    if (kind.size() != word.size()) matrix.bias = reader.vector("bias", matrix.weight.out_features);
-    call.matrices.push_back(matrix);
+    call.matrices.push_back(read_matrix(reader, word));
   }
   reader.require_all_read();
   if (check.failed()) return check.error();
@@ -245,7 +142,10 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
     }
     call.residual = residual.untyped_data();
   }
-  if (call.tokens > 0) run(pool, call);
+  if (call.tokens > 0) {
+    cut(pool, call);
+    run(pool, call, [&](const float* packed, int64_t block, int64_t chunk) { run_task(call, packed, block, chunk); });
+  }
   return ffi::Error::Success();
 }
 

@@ -1,0 +1,55 @@
+// What calls have in common that multiply activations with matrices: x, normalized and packed, and the work cut in tasks
+// of some outputs for a block of tokens. A block is normalized and packed once for all of its tasks.
+#pragma once
+
+#include <functional>
+#include <string_view>
+#include <vector>
+
+#include "operands.h"
+#include "parallel.h"
+
+namespace jaxkv {
+
+struct Matrix {
+  WeightView weight;
+  const float* bias;  // [out], or null
+  void* out;          // [tokens, out]
+  Element out_type;
+  int64_t first_chunk;  // its first task among those of a token block
+};
+
+struct Call {
+  const void* x;
+  Element x_type;
+  int64_t tokens;
+  int64_t in_features;
+  const float* norm;  // [in], or null
+  float eps;
+  const void* residual;  // [tokens, out] of the first result's type, or null
+  Activation activation;
+  std::vector<Matrix> matrices;
+  int64_t token_blocks;
+  int64_t chunk;   // outputs of a task
+  int64_t chunks;  // tasks of a token block
+
+  const ProductKernels& products() const {
+    return x_type == Element::kBF16 ? kernels().bf16_products : kernels().products;
+  }
+  int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }
+};
+
+// A matrix and its bias, as a word like "q4_1" or "dense+bias" says.
+Matrix read_matrix(PartReader& reader, std::string_view kind);
+
+// Decides on the tasks of a call.
+void cut(ffi::ThreadPool& pool, Call& call);
+
+// Calls task(packed, block, chunk) for every task of a call that was cut, on any thread; `packed` holds the block's tokens.
+void run(ffi::ThreadPool& pool, const Call& call,
+         const std::function<void(const float* packed, int64_t block, int64_t chunk)>& task);
+
+// results [tokens][kOutputBlock] + bias, which may be null.
+void add_bias(const float* bias, int64_t tokens, int64_t outputs, float* results);
+
+}  // namespace jaxkv
