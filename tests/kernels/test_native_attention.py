@@ -87,12 +87,15 @@ def test_what_no_row_holds_cannot_reach_the_output_even_as_nan(level):
         np.testing.assert_array_equal(attend(quiet), attend(loud))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
-def test_a_nan_that_a_row_does_hold_is_not_hidden(level):
-    case = make_case(3, kv_len=[20, 9], query_len=[1, 1])
+def test_a_nan_that_a_row_does_hold_is_not_hidden(level, dtype):
+    case = make_case(3, kv_len=[20, 9], query_len=[1, 1], head_dim=32, dtype=dtype)
     page = case.layer * case.num_pages + int(case.table.page_ids[0])
     with running(level=level):
-        got = attend(case._replace(pools=PoolPair(case.pools.k.at[page, 2, 0, 0].set(np.nan), case.pools.v)))
+        got = attend(
+            case._replace(pools=PoolPair(case.pools.k.at[page, 2, 0, 0].set(np.nan), case.pools.v)), dtype=dtype
+        )
     assert np.isnan(got[0, :2]).all()
     assert np.isfinite(got[1]).all()
 
@@ -133,13 +136,17 @@ def test_a_long_context_is_shared_out_among_threads_and_keeps_its_bits(level, wi
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 def test_rows_that_share_a_prefix_have_the_bits_that_each_has_alone(level, dtype, tokens_per_page):
     lengths = [(1100, 1), (1030, 1), (1101, 4), (600, 2), (513, 1), (512, 1), (515, 4), (1300, 5), (1100, 1), (513, 4)]
+    # Of like length, whose rests are of one split; of other numbers of tokens, and one between them that has no rest.
+    lengths += [(514, 2), (1024, 1), (1024, 1), (1000, 1)]
     lengths += [(520 + row, 1) for row in range(40)]  # more than a tile takes
     kv_len, query_len = map(list, zip(*lengths, strict=True))
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "dtype": dtype, "tokens_per_page": tokens_per_page, "layers": 1}
     case = make_case(7, kv_len=kv_len, query_len=query_len, **sizes)
     starts, entries = case.table.query_start, case.table.page_indptr
     pages = [case.table.page_ids[first:last].copy() for first, last in itertools.pairwise(entries)]
-    for row, shared_tokens in enumerate([0, 1029, 1024, 512, 511, 512, 512, 1024, 600, 512, *[512] * 20]):
+    for row, shared_tokens in enumerate(
+        [0, 1029, 1024, 512, 511, 512, 512, 1024, 600, 512, 512, 512, 1024, 512, *[512] * 20]
+    ):
         shared = shared_tokens // tokens_per_page
         pages[row][:shared] = pages[0][:shared]
     together = case._replace(table=build_table(kv_len, query_len, pages, tokens_per_page))

@@ -14,6 +14,7 @@ from kv_kernels.composition import ComposedKernels
 from kv_kernels.native import NativeProvider
 from kv_kernels.provider import Affine, CacheAttended, Norm, Placement, PoolPair, Rotation, Scoring
 from kv_kernels.reference import ReferenceProvider
+from kv_kernels.weights import DenseWeight
 
 NATIVE, REFERENCE = NativeProvider(), ReferenceProvider()
 KINDS = (*DENSE_KINDS, *FEW_QUANT_KINDS)
@@ -94,6 +95,70 @@ def test_a_token_has_the_same_bits_in_any_batch_and_at_any_thread_count(kind, le
             for first, last in ((0, 1), (5, 7), (8, 41), (3, 100), (0, 200), (199, 200)):
                 for mine, theirs in zip(passes(first, last), whole, strict=True):
                     np.testing.assert_array_equal(mine, theirs[first:last])
+
+
+def finished(x: jax.Array, gate: Affine, up: Affine, residual: jax.Array) -> list[jax.Array]:
+    """A product with its bias, and a gated one; each with a residual and without."""
+    residuals = (None, residual)
+    return [
+        *(NATIVE.linear(x, (up,), 1, residual=each)[0] for each in residuals),
+        *(NATIVE.linear(x, (gate, up), 1, activation="silu", residual=each)[0] for each in residuals),
+    ]
+
+
+NARROW_COUNTS = (*range(1, 34), 40, 100, 300)
+
+
+@jax.jit
+def finished_of_some(x: jax.Array, gate: Affine, up: Affine, residual: jax.Array) -> list[list[jax.Array]]:
+    """Of the last so many tokens, in one program."""
+    return [finished(x[-tokens:], gate, up, residual[-tokens:]) for tokens in NARROW_COUNTS]
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("kind", ["bfloat16", "q8_0", "q4_1"])
+def test_what_is_finished_in_bfloat16_has_the_same_bits_in_any_batch_and_at_any_thread_count(kind, level):
+    gate, up = affine(1, kind, 75, 736, bias=True), affine(3, kind, 75, 736, bias=True)
+    # Gates of all signs and sizes: with far larger ones a gate is its sign alone.
+    x, residual = activations(5, 300, 736, "bfloat16") / 16, activations(6, 300, 75, "bfloat16")
+    with running(level=level, threads=1):
+        whole = [np.asarray(each) for each in finished(x, gate, up, residual)]
+        added = NATIVE.linear(x, (up,), 1, out_dtype=jnp.float32)[0] + residual.astype(jnp.float32)
+    np.testing.assert_array_equal(whole[1], added.astype(jnp.bfloat16))
+    for threads in (1, 2):
+        with running(level=level, threads=threads):
+            for tokens, some in zip(NARROW_COUNTS, finished_of_some(x, gate, up, residual), strict=True):
+                for mine, theirs in zip(some, whole, strict=True):
+                    np.testing.assert_array_equal(mine, theirs[-tokens:])
+
+
+def activated(activation: str, x: np.ndarray) -> np.ndarray:
+    z = x if activation == "silu" else np.sqrt(8 / np.pi) * (x + 0.044715 * x**3)
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-z))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize(("features", "outputs"), [(32, 16), (37, 75), (96, 33)])
+def test_a_gate_in_bfloat16_has_the_errors_of_its_rounding_alone(level, activation, features, outputs):
+    sizes = [0.0, *np.geomspace(1e-3, 90, 150), 100.0, 1e4, 1e20]
+    x = np.zeros((2 * len(sizes) + 1, features), np.float32)
+    x[:, 0] = np.asarray(jnp.asarray([*sizes, *np.negative(sizes), np.nan], jnp.bfloat16), np.float32)
+    # The gate is the first number and the bias, and what it multiplies the last: sums of one term are exact.
+    x[:, -1] = np.linspace(1, 3, len(x)).astype(jnp.bfloat16)
+    one, last = np.zeros((2, outputs, features), np.float32)
+    one[:, 0], last[:, -1] = 1, np.linspace(-2, 2, outputs).astype(jnp.bfloat16)
+    bias = np.linspace(-1, 1, outputs).astype(np.float32)
+    gate = Affine(DenseWeight(jnp.asarray(one, jnp.bfloat16)), jnp.asarray(bias))
+    up = Affine(DenseWeight(jnp.asarray(last, jnp.bfloat16)), None)
+    with running(level=level):
+        (got,) = NATIVE.linear(jnp.asarray(x, jnp.bfloat16), (gate, up), None, activation=activation)
+    got, wide = np.asarray(got, np.float64), x.astype(np.float64)
+    expected = activated(activation, (x[:, :1] + bias).astype(np.float64)) * (wide @ last.T.astype(np.float64))
+    assert np.isnan(got[-1]).all()
+    # Half a step of bfloat16, and the few roundings of float32 or a guess of 14 bits before it.
+    np.testing.assert_allclose(got[:-1], expected[:-1], rtol=2**-8 + 2**-13, atol=1e-35)
 
 
 def test_weights_of_different_kinds_may_share_their_activations():
