@@ -80,7 +80,7 @@ void AttentionWork::add_split(const AttentionTask& task, int64_t share) {
   if (!tasks_.empty() && task.split >= 0) {
     AttentionTask& last = tasks_.back();
     if (last.split == task.split && last.tiles + last.count == task.tiles && last.tiles->tokens == task.tiles->tokens &&
-        last.heads.count == a_.kv_heads && task.heads.count == a_.kv_heads && keys_together_ < share) {
+        task.heads.count == a_.kv_heads && keys_together_ < share) {
       ++last.count;
       keys_together_ += keys;
       return;
