@@ -29,7 +29,16 @@ from kv_kernels.provider import (
     Tiles,
 )
 from kv_kernels.scatter import write_rows
-from kv_kernels.weights import LayerIndex, MixedWeight, StoredWeight, Weight, take_layer, take_rows
+from kv_kernels.weights import (
+    BlockQuantWeight,
+    DenseWeight,
+    LayerIndex,
+    MixedWeight,
+    StoredWeight,
+    Weight,
+    take_layer,
+    take_rows,
+)
 
 
 class ComposedKernels:
@@ -142,18 +151,33 @@ def multiply(
     layer: LayerIndex | None,
     out_dtype: jax.typing.DTypeLike | None,
     *,
-    fence: bool = False,
+    for_cpu: bool = False,
 ) -> jax.Array:
-    """`KernelProvider.product` by XLA; `fence` keeps it from fusing the dequantization with the product."""
+    """`KernelProvider.product` by XLA; `for_cpu` goes around what its CPU backend does badly."""
     if isinstance(weight, MixedWeight):
-        return switch_part(weight, layer, lambda part, at: multiply(x, part, at, out_dtype, fence=fence))
-    matrix = dequantize(weight if layer is None else take_layer(weight, layer), x.dtype)
-    if fence:
+        return switch_part(weight, layer, lambda part, at: multiply(x, part, at, out_dtype, for_cpu=for_cpu))
+    if layer is not None:
+        weight = _take_as_words(weight, layer) if for_cpu else take_layer(weight, layer)
+    matrix = dequantize(weight, x.dtype)
+    if for_cpu:
+        # Or the dequantization may be fused into a scalar loop over the product.
         matrix = jax.lax.optimization_barrier(matrix)
     # A GPU would take TF32 for float32, and lose half of the digits.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jnp.einsum("ti,oi->to", x, matrix, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(out_dtype or x.dtype)
+
+
+def _take_as_words(weight: StoredWeight, layer: LayerIndex) -> StoredWeight:
+    """`take_layer`, bfloat16 as integers: otherwise it is moved in float32, to which the whole stack is turned first.
+
+    The fence keeps the whole stack from being turned into integers instead, ahead of the loop over layers.
+    """
+    if isinstance(weight, BlockQuantWeight) or weight.values.dtype != jnp.bfloat16:
+        return take_layer(weight, layer)
+    values, entry = jax.lax.optimization_barrier((weight.values, jnp.asarray(layer)))
+    words = take_layer(DenseWeight(jax.lax.bitcast_convert_type(values, jnp.uint16)), entry)
+    return jax.tree.map(lambda leaf: jax.lax.bitcast_convert_type(leaf, jnp.bfloat16), words)
 
 
 def switch_part(

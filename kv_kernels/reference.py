@@ -170,5 +170,4 @@ class ReferenceProvider(ComposedKernels):
     def product(
         self, x: jax.Array, weight: Weight, layer: LayerIndex | None, out_dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        # Without the fence XLA's CPU backend may fuse the dequantization into a scalar loop over the product.
-        return multiply(x, weight, layer, out_dtype, fence=True)
+        return multiply(x, weight, layer, out_dtype, for_cpu=True)

@@ -27,6 +27,7 @@ TILE_ROWS = 16
 """Rows of a weight in tiles that lie together."""
 
 QuantKind = Literal["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "f8_e4m3"]
+DenseDtype = Literal["float32", "bfloat16", "float16"]
 Array = jax.Array | np.ndarray
 LayerIndex = int | jax.Array
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kv_kernels.tensor_parallel import Split, TensorMesh
 from kv_kernels.weights import Array, DenseWeight, MixedWeight
-from models.checkpoint import Checkpoint, CheckpointError
+from models.checkpoint import Checkpoint, CheckpointError, is_quantized
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.placement import Index, check_slices, place_slices, whole_index
@@ -89,9 +89,9 @@ def assemble(
     """The decoder's parameters as nested dicts of device arrays and weights, read from `checkpoint`.
 
     `names` gives every parameter's tensor name template, `rows` the parameters whose rows lie in another order or
-    share a tensor. `norm_offset` is added to the weight of every norm. Matrices take `dtype` unless quantized; vectors
-    (norms, biases) are few and stay float32. Over a `mesh`, every slice that a device of this process holds is read
-    once and nothing else is.
+    share a tensor. `norm_offset` is added to the weight of every norm. Matrices take `dtype` unless quantized, or of 16
+    bits under float32; vectors (norms, biases) are few and float32. Over a `mesh`, every slice that a device of this
+    process holds is read once and nothing else is.
 
     Raises:
         TensorParallelError: the mesh's ranks do not divide a parameter, or would cut a block of a quantized one.
@@ -114,7 +114,7 @@ def assemble(
                 )
     if mesh is not None:
         for path, (shape, is_matrix, split) in shapes.items():
-            quantized = any(checkpoint.quantization(name) is not None for name in tensors[path])
+            quantized = any(is_quantized(checkpoint.storage(name)) for name in tensors[path])
             check_slices(path, shape, mesh.sharding(mesh.spec_of(split, shape, is_matrix)), quantized)
     total, done = sum(math.prod(each.shape) for each in shapes.values()), 0
     memory = WeightMemory()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
 from kv_common.errors import JaxkvError
-from kv_kernels.weights import BlockQuantWeight, QuantKind
+from kv_kernels.weights import FORMS, BlockQuantWeight, DenseDtype, QuantKind
 from models.placement import Index
 
 Tensor = np.ndarray | BlockQuantWeight
+Storage = QuantKind | DenseDtype
+
+
+def is_quantized(storage: Storage) -> TypeGuard[QuantKind]:
+    return storage in FORMS
 
 
 class CheckpointError(JaxkvError):
@@ -30,8 +35,8 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def quantization(self, name: str) -> QuantKind | None:
-        """How `read` will return it: None is dense."""
+    def storage(self, name: str) -> Storage:
+        """How `read` will return it: quantized, or dense with numbers of this dtype."""
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
         """A dense array, or a quantized matrix with numpy parts; only the slice `index` of it, of whole blocks."""

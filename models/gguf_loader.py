@@ -6,17 +6,20 @@ import mmap
 from collections.abc import Collection
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-from kv_kernels.weights import QuantKind, take_columns
-from models.checkpoint import Tensor
+from kv_kernels.weights import take_columns
+from models.checkpoint import Storage, Tensor, is_quantized
 from models.gguf_blocks import BLOCKS, split_blocks
 from models.gguf_file import read_gguf
 from models.placement import Index, whole_index
 
-_DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_KINDS = {kind.upper(): kind for kind in BLOCKS}
+_STORAGE: dict[str, Storage] = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    **{kind.upper(): kind for kind in BLOCKS},
+}
 
 
 class GgufCheckpoint:
@@ -37,20 +40,20 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.file.tensors[name].shape
 
-    def quantization(self, name: str) -> QuantKind | None:
-        return _KINDS.get(self.file.tensors[name].storage.name)
+    def storage(self, name: str) -> Storage:
+        return _STORAGE[self.file.tensors[name].storage.name]
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
         tensor = self.file.tensors[name]
-        kind = self.quantization(name)
+        storage = self.storage(name)
         index = whole_index(tensor.shape) if index is None else index
-        if kind is None:
-            return tensor.data.view(_DENSE[tensor.storage.name]).reshape(tensor.shape)[index]
+        if not is_quantized(storage):
+            return tensor.data.view(storage).reshape(tensor.shape)[index]
         *rows, columns = index
         size, width = tensor.storage.block_size, tensor.storage.block_bytes
         data = tensor.data.reshape(*tensor.shape[:-1], -1)
         first, last = columns.start // size, -(-columns.stop // size)
-        part = split_blocks(data[(*rows, slice(first * width, last * width))], kind)
+        part = split_blocks(data[(*rows, slice(first * width, last * width))], storage)
         return take_columns(part, columns.start - first * size, columns.stop - first * size)
 
     def release(self) -> None:

@@ -130,9 +130,10 @@ def load_model(
     What exists on disk is never looked up on the hub, nor is what can only be a path: a `Path`, a name that ends like a
     file of weights, begins with `/`, `.` or `~`, or has other than one slash.
 
-    dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, quantized ones stay as they
-    are. max_context is the longest sequence, prompt and answer; None is what the model takes as it stands. Models with
-    longrope or dynamic NTK take more than that: they then turn every position with the frequencies of long sequences.
+    dtype is the compute dtype, float32, bfloat16 or float16; dense weights are cast to it, but those of 16 bits are not
+    widened, and quantized ones stay as they are. max_context is the longest sequence, prompt and answer; None is what
+    the model takes as it stands. Models with longrope or dynamic NTK take more than that: they then turn every position
+    with the frequencies of long sequences.
     tensor_parallel is the number of devices to spread the model over, or a mesh of the user's that has the axes
     `kv_head_shard` and `kv_head_replica`; an engine follows it. Said here, parameters go to their devices as they are
     read, and a model that no single device could hold never has to be on one; said to the engine, they are copied.

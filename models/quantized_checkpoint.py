@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from kv_kernels.weights import QuantKind, take_columns
-from models.checkpoint import CheckpointError, Tensor
+from kv_kernels.weights import take_columns
+from models.checkpoint import CheckpointError, Storage, Tensor
 from models.config import ModelConfigError
 from models.packed_weights import PackedFormat, PackedWeightError
 from models.placement import Index
@@ -78,8 +78,8 @@ class QuantizedCheckpoint:
             return self._tensors.shape(name)
         return self._form.shape(self._tensors.shape(self._parts[name][self._form.tensors[0]]))
 
-    def quantization(self, name: str) -> QuantKind | None:
-        return None if name in self._dense else self._form.kind
+    def storage(self, name: str) -> Storage:
+        return self._tensors.storage(name) if name in self._dense else self._form.kind
 
     def read(self, name: str, index: Index | None = None) -> Tensor:
         if name in self._dense:

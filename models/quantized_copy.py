@@ -23,7 +23,7 @@ import numpy as np
 from kv_kernels.weights import BLOCK_SIZE, QuantKind
 from models.assembly import LoadProgress, ProgressCallback
 from models.block_quantizer import KINDS, RoundedRows, pack_rows, round_rows
-from models.checkpoint import CheckpointError
+from models.checkpoint import CheckpointError, is_quantized
 from models.config import UnsupportedModelError
 from models.config_fields import ConfigFields, read_json
 from models.families import family_of, gguf_format_of
@@ -112,7 +112,7 @@ def _copy_gguf(source: Path, target: Path, kind: QuantKind, progress: ProgressCa
     roles = _Roles(gguf_format_of(architecture, source.name).names_in(checkpoint.names))
     planned = []
     for name, tensor in file.tensors.items():
-        if checkpoint.quantization(name) is not None:
+        if is_quantized(checkpoint.storage(name)):
             raise CheckpointError(f"{source}: {name} is {tensor.storage.name} already: give the model unquantized")
         stored = _END_KIND if roles.is_end(name) else kind
         if not roles.is_product(name, tensor.shape):

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from kv_kernels.weights import DenseDtype
 from models.checkpoint import CheckpointError
 from models.config_fields import read_json
 from models.placement import Index
@@ -23,7 +24,7 @@ from models.placement import Index
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-FLOAT_TYPES = ("F32", "F16", "BF16")
+FLOAT_TYPES: dict[str, DenseDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -75,8 +76,8 @@ class SafetensorsCheckpoint:
         """As the file calls it."""
         return self._tensors[name].type
 
-    def quantization(self, name: str) -> None:
-        """Always dense."""
+    def storage(self, name: str) -> DenseDtype:
+        return FLOAT_TYPES[self.stored_type(name)]
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """The rows that `index` asks for are read, and not mapped: pages of a mapping would count as memory."""

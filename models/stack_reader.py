@@ -1,7 +1,8 @@
 """One parameter of a model read from its tensors, one after the other, into one allocation for a stack of layers.
 
-Tensors that are quantized stay so. Where layers are stored in different ways each way has a stack of its own, because
-to encode one again would change its values.
+Tensors that are quantized stay so, and those of 16 bits a number do where every such number is one of the compute
+dtype. Where layers are quantized in different ways each way has a stack of its own, because to encode one again would
+change its values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from kv_kernels.dequantize import dequantize
 from kv_kernels.weights import BlockQuantWeight, DenseWeight, MixedWeight, can_be_tiled, tiled
-from models.checkpoint import Checkpoint, CheckpointError, Tensor
+from models.checkpoint import Checkpoint, CheckpointError, Tensor, is_quantized
 from models.placement import Index
 from models.weight_memory import WeightMemory
 
@@ -60,9 +61,13 @@ class StackReader:
         count = self.stack[0] if self.stack else 1
         kinds: dict[str, list[int]] = {}
         for entry in range(count):
-            stored = {self.checkpoint.quantization(self.names[at]) or "dense" for at in self._tensors_of([entry])}
+            stored = {self._kind(self.names[at]) for at in self._tensors_of([entry])}
             kinds.setdefault(stored.pop() if len(stored) == 1 else "dense", []).append(entry)
         return kinds
+
+    def _kind(self, name: str) -> str:
+        storage = self.checkpoint.storage(name)
+        return storage if is_quantized(storage) else "dense"
 
     def _tensors_of(self, entries: Sequence[int]) -> list[int]:
         """Numbers of the tensors of entries of the first axis."""
@@ -70,16 +75,18 @@ class StackReader:
         return [entry * each + number for entry in entries for number in range(each)]
 
     def matrix(self, index: Index, dtype: str) -> DenseWeight | BlockQuantWeight:
-        """The slice `index` of the stack: quantized if every tensor is, in one kind; else dense in `dtype`."""
+        """The slice `index` of the stack: quantized if every tensor is, in one kind; else dense for a compute dtype of
+        `dtype`.
+        """
         # By all of its tensors, so that every device's slice is of one kind.
-        kinds = sorted({self.checkpoint.quantization(name) or "dense" for name in self.names})
+        kinds = sorted({self._kind(name) for name in self.names})
         if len(kinds) > 1:
             logger.warning(
                 "%s: the experts of %s are stored as %s, so all of them are held as %s",
                 *(self.checkpoint.origin, self.names[0], " and ".join(kinds), dtype),
             )
         if len(kinds) > 1 or kinds == ["dense"]:
-            return DenseWeight(self._dense(index, dtype))
+            return DenseWeight(self._dense(index, self._held(dtype)))
         names, part = self._names_in(index), index[len(self.stack) :]
         stack, form = None, None
         for number, name in enumerate(names):
@@ -100,6 +107,12 @@ class StackReader:
             self.checkpoint.release()
         counts = [each.stop - each.start for each in index[: len(self.stack)]]
         return jax.tree.map(lambda whole: whole.reshape(*counts, *whole.shape[1:]), stack)
+
+    def _held(self, dtype: str) -> str:
+        """The dtype of dense numbers that are computed with in `dtype`."""
+        stored = {self.checkpoint.storage(name) for name in self.names}
+        # Every number of 16 bits is one of 32: they would be twice as many bytes for each step to read.
+        return stored.pop() if dtype == "float32" and stored in ({"bfloat16"}, {"float16"}) else dtype
 
     def _names_in(self, index: Index) -> list[str]:
         """The tensors of a slice, in its order."""

@@ -7,6 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from kv_kernels.dequantize import dequantize
+from kv_kernels.reference import ReferenceProvider
 from kv_kernels.weights import BlockQuantWeight, DenseWeight, take_layer, take_rows
 
 KINDS = ["q8_0", "q4_0", "q4_1"]
@@ -74,6 +75,26 @@ def test_a_dense_weight_is_cast_and_indexed() -> None:
     assert (weight.stack, weight.out_features, weight.in_features, weight.nbytes) == ((2,), 3, 4, 96)
     assert dequantize(weight, jnp.bfloat16).dtype == jnp.bfloat16
     np.testing.assert_array_equal(take_layer(weight, 1).values, weight.values[1])
+
+
+@pytest.mark.usefixtures("fully_optimized")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_loop_over_layers_of_half_width_copies_no_stack(dtype: str) -> None:
+    layers = 24
+    weight = DenseWeight((jax.random.normal(jax.random.key(0), (layers, 64, 64)) / 8).astype(dtype))
+    x = jnp.ones((1, 64))
+
+    def every_layer(x: jax.Array, weight: DenseWeight) -> jax.Array:
+        return jax.lax.fori_loop(
+            0, layers, lambda layer, x: jnp.tanh(ReferenceProvider().product(x, weight, layer, None)), x
+        )
+
+    loop = jax.jit(every_layer).lower(x, weight).compile()
+    for layer in range(layers):
+        values = np.asarray(weight.values[layer]).astype(np.float32)
+        x = np.tanh(x @ values.T)
+    np.testing.assert_allclose(loop(jnp.ones((1, 64)), weight), x, rtol=1e-4, atol=1e-4)
+    assert loop.memory_analysis().temp_size_in_bytes < weight.nbytes / 4
 
 
 def test_weights_pass_through_jit_with_their_kind() -> None:

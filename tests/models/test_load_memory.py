@@ -26,7 +26,7 @@ def status(key):
 jax.numpy.zeros(3).block_until_ready()
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
-model = load_model(sys.argv[1], dtype="bfloat16")
+model = load_model(sys.argv[1], dtype=sys.argv[2])
 print(status("VmHWM") - before)
 """
 
@@ -49,13 +49,18 @@ def write_bf16_shards(directory: Path, count: int = 4) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak is read from Linux's /proc")
-def test_a_sharded_bf16_checkpoint_loads_below_a_fifth_more_than_its_bytes(tmp_path: Path) -> None:
+def test_a_sharded_bf16_checkpoint_loads_below_a_fifth_more_than_its_bytes(tmp_path: Path, dtype: str) -> None:
     size = write_bf16_shards(tmp_path)
     assert size > 100e6
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     child = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", MEASURE, str(tmp_path), dtype],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
     assert int(child.stdout) < 1.2 * size
 

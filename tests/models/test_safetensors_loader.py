@@ -52,7 +52,32 @@ def test_half_precision_files_load_as_the_values_they_hold(golden: Path, tmp_pat
     model = load_model(copy_case(golden / "llama", tmp_path, tensors=narrow))
     original = read_tensors(golden / "llama")["model.layers.1.mlp.up_proj.weight"]
     loaded = np.asarray(model.params["layers"]["mlp"]["up"]["weight"].values)[1]
-    np.testing.assert_array_equal(loaded, original.astype(storage).astype(np.float32))
+    assert loaded.dtype == storage
+    np.testing.assert_array_equal(loaded, original.astype(storage))
+    assert model.params["norm"]["weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "held"),
+    [
+        ("bfloat16", "float16", "float16"),
+        ("float16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float16 and float32", "float32", "float32"),
+        ("float16 and bfloat16", "float32", "float32"),
+    ],
+)
+def test_other_dense_weights_are_cast(golden: Path, tmp_path: Path, stored: str, dtype: str, held: str) -> None:
+    first, last = np.dtype(stored.split(" and ")[0]), np.dtype(stored.split(" and ")[-1])
+
+    def narrow(tensors: Tensors) -> Tensors:
+        return {name: tensor.astype(last if ".layers.1." in name else first) for name, tensor in tensors.items()}
+
+    model = load_model(copy_case(golden / "llama", tmp_path, tensors=narrow), dtype=dtype)
+    original = read_tensors(tmp_path)["model.layers.1.mlp.up_proj.weight"]
+    loaded = np.asarray(model.params["layers"]["mlp"]["up"]["weight"].values)
+    assert loaded.dtype == held
+    np.testing.assert_array_equal(loaded[1], original.astype(np.float32).astype(held))
 
 
 def write_header(path: Path, header: bytes) -> None:
