@@ -8,7 +8,6 @@ pass changes the first token of every prompt, so that no engine finds the last p
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -20,13 +19,13 @@ from gguf_forms import GgufFormError, costs_of
 from machine_limits import MachineLimits
 from peer_process import PeerProcess
 from peer_targets import Measure, limits_of, measures_of
+from peer_worker import THREADS
 from peers import PeerError
 from reporting import Figure, figure_from_passes, print_figure
 from rich.console import Console
 from workloads import TraceRequest, Workload
 
 MAX_DISAGREEMENT = 0.2
-THREADS = len(os.sched_getaffinity(0))
 DECODE_TOKENS = 48
 WARM_UP_TOKENS = 4
 MEMORY_BYTES = 1 << 30

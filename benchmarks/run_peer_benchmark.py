@@ -10,18 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gguf_forms import Form, GgufFormError, in_form
-from llama_cpp_peer import LlamaCpp
-from peer_comparison import THREADS, Comparison, Entrant
-from peer_process import serve
+import peer_worker
+from gguf_forms import GgufFormError, in_form
+from peer_comparison import Comparison, Entrant
 from peer_targets import TARGETS, judge
-from peers import Jaxkv, OpenVino, Peer
+from peer_worker import ENGINES
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -41,31 +38,6 @@ class BenchmarkError(JaxkvError):
     """Options that name what is not there, or measure nothing."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """How an engine is made, on which form of the model's file, and which workloads it runs by default."""
-
-    make: Callable[..., Peer]
-    form: Form | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    traces: bool = True
-    by_default: bool = True
-
-
-THREADED = {"threads": THREADS}
-# The fastest of each peer's settings on the machines tried, for one workload or another; the rest on request.
-ENGINES = {
-    # Sixteen bits of K/V beside quantized weights, as the peers have it by default.
-    "jaxkv.stored": Engine(Jaxkv, None, {"kv": "float16"}),
-    "jaxkv.stored_bf16": Engine(Jaxkv, None, {"kv": "bfloat16", "dtype": "bfloat16"}),
-    "jaxkv.float32": Engine(Jaxkv, "float32", {"kv": "float32"}, traces=False),
-    "llama_cpp.stored": Engine(LlamaCpp, None, THREADED),
-    "llama_cpp.float32": Engine(LlamaCpp, "float32", THREADED, traces=False),
-    "openvino.stored": Engine(OpenVino, None, THREADED),
-    "openvino.stored_f32": Engine(OpenVino, None, {**THREADED, "precision": "f32"}),
-    "openvino.float16": Engine(OpenVino, "float16", THREADED),
-    "openvino.float32": Engine(OpenVino, "float16", {**THREADED, "precision": "f32", "kv": "f32"}, by_default=False),
-}
 NAMES = (
     *("decode_b1", "decode_b4", "decode_b16", "decode_b32", "prefill_512", "prefill_2048"),
     *("trace", "prefix", "prefix_primed", "startup"),
@@ -83,12 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--engines", nargs="+", choices=ENGINES, default=default, metavar="NAME", help=", ".join(ENGINES)
     )
     parser.add_argument("--quick", action="store_true", help="two requests of few tokens of each workload")
-    parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        serve(partial(make_peer, options.worker, options.model), once=options.once)
-        return 0
     console = Console(stderr=True, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)  # wrapped cells cannot be read
     try:
@@ -97,15 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(error), markup=False)
         return 2
     return 0
-
-
-def make_peer(name: str, path: Path, only: Workload | None) -> Peer:
-    """The engine called `name`; jaxkv is made no larger than `only` needs, where that is all it will run."""
-    engine = ENGINES[name]
-    options = dict(engine.options)
-    if engine.make is Jaxkv and only is not None:
-        options["only"] = only
-    return engine.make(path, **options)
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
@@ -152,7 +110,7 @@ def entrant_of(name: str, model: Path) -> Entrant:
     """How to start `name` on the form of `model` that it takes, which is written where it does not exist."""
     engine = ENGINES[name]
     path = model if engine.form is None else in_form(model, engine.form, MODEL.parent)
-    command = [sys.executable, __file__, "--worker", name, "--model", str(path)]
+    command = [sys.executable, peer_worker.__file__, name, str(path)]
     return Entrant(command, path, engine.traces, 4 if engine.options.get("kv") == "float32" else 2)
 
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import machine_limits
+import peer_worker
 import pytest
 import run_peer_benchmark
 from gguf_forms import ModelCosts
@@ -18,7 +19,6 @@ from random_llama import write_random_llama
 from rich.console import Console
 from workloads import TraceRequest, Workload
 
-SCRIPT = run_peer_benchmark.__file__
 ONE = ModelCosts(weight_bytes=100, body_parameters=10, output_parameters=5, kv_bytes=2, attention_flops=3)
 
 
@@ -165,7 +165,7 @@ def tiny_llama(tmp_path_factory):
 
 def test_jaxkv_answers_in_a_process_of_its_own(tiny_llama):
     workload = Workload((request(5, 3), request(9, 2)), (request(4, 1),))
-    command = [sys.executable, SCRIPT, "--worker", "jaxkv.stored", "--model", str(tiny_llama), "--once"]
+    command = [sys.executable, peer_worker.__file__, "jaxkv.stored", str(tiny_llama), "--once"]
     process = PeerProcess(command)
     try:
         answer = process.run(workload)
