@@ -1,58 +1,19 @@
 // paged_attention: ragged rows cut into tiles of query tokens, every tile and K/V head a task.
 
 #include <algorithm>
-#include <vector>
 
 #include "append.h"
-#include "attention_work.h"
+#include "attention_plan.h"
 #include "operands.h"
 #include "parallel.h"
 
 namespace jaxkv {
 namespace {
 
-// The tiles of every row, checked against the pools and the page list. Rows without a query have none.
-std::vector<QueryTile> query_tiles(Checker& check, const Attention& a, const ffi::AnyBuffer& query_start,
-                                   const ffi::AnyBuffer& kv_len, const ffi::AnyBuffer& page_start,
-                                   const ffi::AnyBuffer& page_ids, int64_t tokens, int64_t num_pages) {
-  const auto* start = static_cast<const int32_t*>(query_start.untyped_data());
-  const auto* length = static_cast<const int32_t*>(kv_len.untyped_data());
-  const auto* first_entry = static_cast<const int32_t*>(page_start.untyped_data());
-  const auto* pages = static_cast<const int32_t*>(page_ids.untyped_data());
-  const int64_t rows = kv_len.dimensions()[0], entries = page_ids.dimensions()[0];
-  const int64_t width = std::max<int64_t>(1, kTileQueries / (a.heads / a.kv_heads));
-  std::vector<QueryTile> tiles;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t first = start[row], queries = start[row + 1] - first;
-    if (queries == 0) continue;
-    const int64_t used = (length[row] + a.tokens_per_page - 1) / a.tokens_per_page;
-    if (!check.require(first >= 0 && queries > 0 && first + queries <= tokens, "row ", row, " has queries ", first,
-                       " to ", first + queries, " of ", tokens) ||
-        !check.require(length[row] >= queries, "row ", row, " has kv_len ", length[row], " for ", queries,
-                       " queries") ||
-        !check.require(first_entry[row] >= 0 && first_entry[row] + used <= entries, "row ", row, " needs page entries ",
-                       first_entry[row], " to ", first_entry[row] + used, " of ", entries)) {
-      return {};
-    }
-    for (int64_t entry = first_entry[row]; entry < first_entry[row] + used; ++entry) {
-      if (!check.index("page", pages[entry] + a.first_page, num_pages)) return {};
-    }
-    for (int64_t offset = 0; offset < queries; offset += width) {
-      tiles.push_back({first + offset, std::min(width, queries - offset), length[row] - queries + offset, length[row],
-                       pages + first_entry[row]});
-    }
-  }
-  // The longest first, so that no thread is left alone with one at the end.
-  std::stable_sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
-    return a.tokens * (a.position + a.tokens) > b.tokens * (b.position + b.tokens);
-  });
-  return tiles;
-}
-
-void clear_tokens_without_row(const Attention& a, const int32_t* query_start, int64_t rows, int64_t tokens) {
+void clear_tokens_without_row(const Attention& a, const AttentionRows& rows) {
   const int64_t token_bytes = a.heads * a.head_dim * element_size(a.q_type);
   char* out = static_cast<char*>(a.out);
-  std::fill(out + query_start[rows] * token_bytes, out + tokens * token_bytes, char{0});
+  std::fill(out + rows.query_start[rows.rows] * token_bytes, out + rows.tokens * token_bytes, char{0});
 }
 
 // The arrays of a call's plan, of layer 0.
@@ -60,9 +21,8 @@ struct Plan {
   ffi::AnyBuffer query_start, kv_len, page_start, page_ids;
 };
 
-void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const std::vector<QueryTile>& tiles) {
+void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const AttentionWork& work) {
   const Kernels& level = kernels();
-  const AttentionWork work(a, tiles, thread_count(pool));
   float* sums = thread_scratch(Slot::kInput, work.floats());
   parallel_for(pool, static_cast<int64_t>(work.tasks().size()), [&](int64_t index) {
     const AttentionTask& task = work.tasks()[static_cast<size_t>(index)];
@@ -115,16 +75,13 @@ ffi::Error attend_rows(Checker& check, ffi::ThreadPool& pool, Attention a, const
   a.kv_heads = sizes[2];
   a.head_dim = sizes[3];
   a.tokens_per_page = sizes[1];
-  const auto tiles =
-      query_tiles(check, a, plan.query_start, plan.kv_len, plan.page_start, plan.page_ids, tokens, sizes[0]);
-  const auto* starts = static_cast<const int32_t*>(plan.query_start.untyped_data());
-  const int64_t rows = plan.kv_len.dimensions()[0];
-  if (check.failed() || !check.require(starts[rows] >= 0 && starts[rows] <= tokens, "query_start ends at ",
-                                       starts[rows], " of ", tokens, " tokens")) {
-    return check.error();
-  }
-  clear_tokens_without_row(a, starts, rows, tokens);
-  attend_tiles(pool, a, tiles);
+  const auto array = [](const ffi::AnyBuffer& buffer) { return static_cast<const int32_t*>(buffer.untyped_data()); };
+  const AttentionRows rows{array(plan.query_start), array(plan.kv_len), array(plan.page_start), array(plan.page_ids),
+                           plan.kv_len.dimensions()[0], plan.page_ids.dimensions()[0], tokens};
+  const AttentionPlan* cut = AttentionPlan::of(check, a, rows, sizes[0], thread_count(pool));
+  if (cut == nullptr) return check.error();
+  clear_tokens_without_row(a, rows);
+  attend_tiles(pool, a, cut->work());
   return ffi::Error::Success();
 }
 

@@ -51,7 +51,7 @@ class AttentionWork {
   }
   int64_t take_sums(int64_t tokens);
 
-  const Attention& a_;
+  const Attention a_;  // for its sizes
   const QueryTile* begin_;
   std::vector<std::vector<SplitPlace>> shared_;  // of every tile: its first splits, those that it shares
   std::deque<std::vector<int32_t>> members_;     // tokens of the tiles below
