@@ -12,7 +12,7 @@ namespace {
 
 struct Best {
   float value = -std::numeric_limits<float>::infinity();
-  int64_t output = 0;
+  int64_t output = -1;
 };
 
 // The best of a task's outputs for every token of its block goes to `best`.
@@ -34,7 +34,7 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
 }
 
 // x [tokens, in], layer i32 [], the norm's weight f32 [in] where norm_eps >= 0, a weight [out, in] as `kind` says, and its
-// bias f32 [out] where that says so: see `linear`. Gives i32 [tokens].
+// bias f32 [out] where that says so: see `linear`. Gives i32 [tokens], -1 where no output is above minus infinity.
 ffi::Error most_likely(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
                        ffi::Result<ffi::AnyBuffer> out, std::string_view kind, float norm_eps) {
   Checker check("most_likely");
