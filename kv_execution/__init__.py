@@ -10,7 +10,7 @@ from kv_execution.held_requests import PrefillResult
 from kv_execution.process_group import ProcessGroup
 from kv_execution.process_meeting import ProcessGroupError
 from kv_execution.processes import join_processes
-from kv_execution.requests import GenerationResult, TokenLogprob, TokenOutput
+from kv_execution.requests import GenerationResult, NanLogitsError, TokenLogprob, TokenOutput
 from kv_execution.runtime import InterruptedStepError
 from kv_execution.sampling_params import SamplingParams, SamplingParamsError
 from kv_kernels.peers import PeerLostError
@@ -26,6 +26,7 @@ __all__ = [
     "EngineStats",
     "GenerationResult",
     "InterruptedStepError",
+    "NanLogitsError",
     "NoFreeAdapterSlotError",
     "NotInitializedError",
     "PagedEngine",

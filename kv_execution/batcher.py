@@ -241,7 +241,7 @@ class Batcher:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             request_id = heapq.heappop(self._deadlines)[1]
             if request_id in self._prompts:
-                outputs.append(self._runtime.requests[request_id].expire())
+                outputs.append(self._runtime.requests[request_id].end("deadline"))
                 self._end(request_id)
         return outputs
 

@@ -169,8 +169,8 @@ class PagedEngine:
 
         Requests share cached pages only under the same `cache_salt` and with the same adapter.
 
-        Raises PromptError, SamplingParamsError, AdapterNameError, RequestTooLargeError, NoFreeRowError, or
-        OutOfPagesError; nothing is held then.
+        Raises PromptError, SamplingParamsError, AdapterNameError, RequestTooLargeError, NoFreeRowError,
+        OutOfPagesError, or NanLogitsError; nothing is held then.
         """
         held, choice = self._require_drivers().held, self.adapters.choice(adapter)
         return held.prefill(token_ids, params or SamplingParams(), self._namespace_of(cache_salt, choice), choice.slot)

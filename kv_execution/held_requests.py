@@ -16,7 +16,7 @@ from kv_common.model_spec import ModelSpec
 from kv_control.request_map import RequestHandle, StaleHandleError
 from kv_execution.batcher import check_generates, check_params, checked_prompt
 from kv_execution.prompt_programs import CompileBeside, PromptPrograms
-from kv_execution.requests import FinishReason, TokenLogprob, TokenOutput, make_request
+from kv_execution.requests import FinishReason, NanLogitsError, TokenLogprob, TokenOutput, make_request
 from kv_execution.runtime import PagedRuntime
 from kv_execution.sampling_params import SamplingParams
 
@@ -61,8 +61,8 @@ class HeldRequests:
     ) -> PrefillResult:
         """Hold a request of a prompt and compute its first token.
 
-        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, or OutOfPagesError; nothing is
-        held then.
+        Raises PromptError, SamplingParamsError, RequestTooLargeError, NoFreeRowError, OutOfPagesError, or
+        NanLogitsError; nothing is held then.
         """
         runtime = self._runtime
         prompt = checked_prompt(token_ids, self._spec.vocab_size)
@@ -79,9 +79,10 @@ class HeldRequests:
             outputs: list[TokenOutput] = []
             while not outputs:
                 outputs = self._run([handle])
+            first = outputs[0]
+            if first.token is None:
+                raise NanLogitsError
             undo.pop_all()
-        first = outputs[0]
-        assert first.token is not None
         return PrefillResult(
             handle, first.token, first.logprob, first.top_logprobs, first.finish_reason, first.cached_tokens
         )

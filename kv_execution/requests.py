@@ -4,11 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from kv_common.errors import JaxkvError
 from kv_common.model_spec import ModelSpec
 from kv_execution.constraints import TokenConstraint
 from kv_execution.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "deadline"]
+FinishReason = Literal["stop", "length", "deadline", "nan"]
+
+
+class NanLogitsError(JaxkvError):
+    """A request that ended with the reason `nan`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits are not numbers: weights or an adapter are damaged, get them again, or float16 "
+            "overflows, use another dtype"
+        )
 
 
 class TokenLogprob(NamedTuple):
@@ -21,8 +32,8 @@ class TokenLogprob(NamedTuple):
 class TokenOutput(NamedTuple):
     """One generated token. `finish_reason` is set on a request's last; a token that stopped it is included.
 
-    `logprob` is None where `SamplingParams.logprobs` did not ask for it. A request that ran out of time ends with an
-    output of no token: `token` is None.
+    `logprob` is None where `SamplingParams.logprobs` did not ask for it. A request that ran out of time, or whose
+    logits are NaN, ends with an output of no token: `token` is None.
     """
 
     request_id: int
@@ -81,7 +92,9 @@ class Request:
         return tuple(self.stop_token_ids) if self.params.min_tokens else ()
 
     def accept(self, token: int, logprob: float | None, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
-        """Take the next token and say whether it is the last."""
+        """Take the next token, -1 where there is none to choose, and say whether it is the last."""
+        if token < 0:
+            return self.end("nan")
         if self.constraint is not None:
             self.constraint.accept(token)
         reason: FinishReason | None = None
@@ -93,9 +106,9 @@ class Request:
         self.outputs.append(output)
         return output
 
-    def expire(self) -> TokenOutput:
-        """End for lack of time."""
-        output = TokenOutput(self.request_id, None, None, (), "deadline", self.cached_tokens)
+    def end(self, reason: FinishReason) -> TokenOutput:
+        """End without a token."""
+        output = TokenOutput(self.request_id, None, None, (), reason, self.cached_tokens)
         self.outputs.append(output)
         return output
 

@@ -6,7 +6,7 @@ are found by comparing, counting, and adding fixed-point probabilities as intege
 kept. Each optional part sits behind a `lax.cond` on whether any row asks for it, so one compiled step serves every
 mixture, and a row that did not ask keeps its logits unchanged. Cuts take 32 steps of bisection over the ordered
 integer image of float32, never a sort. Log-probabilities are natural and of the raw model distribution.
-Logits that are NaN count as -inf; a row of them yields token 0 with a NaN log-probability, which is how it shows.
+Logits that are NaN count as -inf; a row of nothing else yields token -1.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,8 @@ import numpy as np
 from jax import lax
 
 _SIGN = np.uint32(0x80000000)
+_LEAST_KEY = ~np.float32(np.inf).view(np.int32)
+"""Of -inf, as a signed integer."""
 
 
 def below_infinity(scores: jax.Array) -> jax.Array:
@@ -20,9 +22,10 @@ def ordered_keys(scores: jax.Array) -> jax.Array:
 
 
 def argmax(scores: jax.Array) -> jax.Array:
-    """Where the largest of each row of scores [rows, columns] f32, none nan, is -> [rows] i32."""
+    """Where the largest of each row of scores [rows, columns] f32, none nan, is -> [rows] i32; -1 for one of -inf."""
     # Through integers, whose reductions a CPU vectorizes.
     keys = lax.bitcast_convert_type(ordered_keys(scores) ^ _SIGN, jnp.int32)
     ids = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    best = keys == jnp.max(keys, axis=1, keepdims=True)
-    return jnp.min(jnp.where(best, ids, scores.shape[1]), axis=1)
+    largest = jnp.max(keys, axis=1, keepdims=True)
+    first = jnp.min(jnp.where(keys == largest, ids, scores.shape[1]), axis=1)
+    return jnp.where(largest[:, 0] > _LEAST_KEY, first, -1)

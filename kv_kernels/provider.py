@@ -170,8 +170,8 @@ class KernelProvider(Protocol):
         """A pool of zeros, in the memory that the kernels read best."""
 
     def argmax(self, scores: jax.Array) -> jax.Array:
-        """Where the largest of each row of scores [rows, vocab] f32 is -> [rows] i32: the first of equals; nan counts
-        as -inf, and infinity as the largest float.
+        """Where the largest of each row of scores [rows, vocab] f32 is -> [rows] i32: the first of equals, and -1 where
+        none is above -inf; nan counts as -inf, and infinity as the largest float.
         """
 
     def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:

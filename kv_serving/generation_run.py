@@ -71,7 +71,7 @@ def run_jobs(
     `interrupted` is asked between steps, where the engine is consistent; when it says so, what is left is aborted.
 
     Raises:
-        JaxkvError: a job that the engine refuses.
+        JaxkvError: a job that the engine refuses, or one whose logits are NaN.
     """
     started_s = time.perf_counter()
     running = {batcher.submit(job.token_ids, job.params, adapter=job.adapter): index for index, job in enumerate(jobs)}
@@ -80,6 +80,10 @@ def run_jobs(
     while batcher.has_unfinished:
         in_decode = not waiting_for_first
         for output in batcher.step():
+            if output.finish_reason == "nan":
+                from kv_execution import NanLogitsError
+
+                raise NanLogitsError
             if output.token is None or output.request_id not in running:
                 continue
             waiting_for_first.discard(output.request_id)

@@ -26,7 +26,12 @@ def quantize(
     force: Annotated[bool, typer.Option("--force", help="Replace DST where it is a file that exists.")] = False,
     dtype: Annotated[str, typer.Option(help="Compute dtype of the perplexity.")] = "float32",
 ) -> None:
-    """Write a copy of a model with its matrices quantized."""
+    """Write a copy of a model with its matrices quantized.
+
+    The embedding and the output matrix are q8_0 in a .gguf file and as stored
+    in a directory. Norms, biases, routers of experts and matrices whose rows
+    are not whole blocks of 32 numbers stay as stored.
+    """
     from models.quantized_copy import check_copy, quantize_checkpoint
 
     console = Console(stderr=True)

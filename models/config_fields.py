@@ -60,7 +60,9 @@ class ConfigFields:
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ModelConfigError(f"{self.origin} has {name}={_short(value)}, expected {kind.__name__}: fix the file")
+            raise ModelConfigError(
+                f"{self.origin} has {name}={shortened(value)}, expected {kind.__name__}: fix the file"
+            )
         return value
 
     def skip(self, *names: str) -> None:
@@ -72,9 +74,9 @@ class ConfigFields:
         self._unread.discard(name)
         value = self._fields.get(name)
         if value is not None and value not in allowed:
-            wanted = " or ".join(_short(each) for each in allowed) or "none"
+            wanted = " or ".join(shortened(each) for each in allowed) or "none"
             raise UnsupportedModelError(
-                f"{self.origin} has {name}={_short(value)}, implemented is {wanted}: use a model without it"
+                f"{self.origin} has {name}={shortened(value)}, implemented is {wanted}: use a model without it"
             )
 
     def refuse_unread(self, harmless: frozenset[str]) -> None:
@@ -84,7 +86,7 @@ class ConfigFields:
             if value is None or value is False or value in ([], {}, ""):
                 continue
             raise UnsupportedModelError(
-                f"{self.origin} sets {name}={_short(value)}, which is not implemented: use a model without it"
+                f"{self.origin} sets {name}={shortened(value)}, which is not implemented: use a model without it"
             )
 
 
@@ -105,6 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A field's value as a message names it: on one line, and not all of a long one."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

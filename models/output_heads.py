@@ -11,6 +11,7 @@ import numpy as np
 
 from models.checkpoint import Checkpoint, CheckpointError
 from models.config import UnsupportedModelError
+from models.config_fields import shortened
 from models.families import Family
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ def labels_of(raw: dict[str, Any], family: Family, *, tied: bool) -> tuple[str, 
     unknown = sorted(str(each) for each in stated if str(each) not in family.hf_architectures | classifiers | headless)
     if unknown:
         raise UnsupportedModelError(
-            f"config.json is for {unknown[0]}, implemented is {', '.join(sorted(family.hf_architectures))}: use a "
-            "text generation model, or a sequence classifier of this family"
+            f"config.json has architectures={shortened(unknown[0])} where model_type is {family.name!r}, implemented "
+            f"there is {' or '.join(sorted(family.hf_architectures | classifiers))}: use a model of those, or correct "
+            "the field that is wrong"
         )
     if any(str(each) in headless for each in stated):
         return None if tied else ()

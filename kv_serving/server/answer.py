@@ -5,9 +5,11 @@ for whatever reason, what still runs for it is aborted and its place is free. It
 """
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kv_execution.requests import NanLogitsError
 from kv_serving.server.endings import DeadlineError
 from kv_serving.server.engine_loop import EngineLoop
 from kv_serving.server.errors import ApiError, api_error_of
@@ -19,6 +21,8 @@ from kv_serving.text_assembly import TextAssembly
 
 if TYPE_CHECKING:
     from kv_execution import TokenOutput
+
+logger = logging.getLogger(__name__)
 
 
 class Usage(NamedTuple):
@@ -163,6 +167,9 @@ class Answer:
 
     def _accept(self, choice: _Choice, event: ChoiceToken) -> None:
         output = event.output
+        if output.finish_reason == "nan":
+            logger.error("%s", error := NanLogitsError())
+            raise self._failed(error)
         if output.token is None and choice.assembly.num_tokens == 0:
             raise self._failed(DeadlineError("the request ran out of time before its first token"))
         choice.accept(output)

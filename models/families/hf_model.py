@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from models.config import DecoderConfig, LayerKind, ModelConfigError, RopeConfig, UnsupportedModelError
-from models.config_fields import ConfigFields
+from models.config_fields import ConfigFields, shortened
 from models.harmless_fields import HARMLESS_FIELDS
 
-_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -110,9 +109,15 @@ def rope_of(
                 f"{fields.origin} has rope_parameters that are no objects {_FULL} and {_SLIDING}: fix the file"
             )
         new, outer_theta = new.get(layer_type) or {}, None
+    layouts = {"rope_parameters": new, "rope_scaling": old}
+    ropes = [ConfigFields(each or {}, f"{fields.origin}'s {name}") for name, each in layouts.items()]
+    kinds = [_rope_kind(each) for each in ropes]
     if new is not None and old is not None and new != old:
-        raise ModelConfigError(f"{fields.origin} has both rope_parameters and rope_scaling, and they differ: keep one")
-    rope = ConfigFields(new or old or {}, f"{fields.origin}'s {'rope_parameters' if new else 'rope_scaling'}")
+        raise ModelConfigError(
+            f"{fields.origin} has both rope_parameters={shortened(new)} and rope_scaling={shortened(old)}, which "
+            "differ: keep one"
+        )
+    rope, kind = (ropes[0], kinds[0]) if new else (ropes[1], kinds[1])
     inner_theta = rope.take("rope_theta", float, None)
     if outer_theta is not None and inner_theta is not None and outer_theta != inner_theta:
         raise ModelConfigError(
@@ -124,20 +129,24 @@ def rope_of(
     fraction = _rotated_fraction(fields, rope, partial)
     if fraction != 1:
         common["rotary_dim"] = int(head_dim_of(fields) * fraction)
-    stated = rope.take("type", str, None)
-    kind = rope.take("rope_type", str, stated or "default")
-    if kind == "su" or (kind == "yarn" and "short_factor" in rope):
-        kind = "longrope"  # which had other names at first
     rope.skip("finetuned")  # how the model was trained
     fields.skip("original_max_position_embeddings")  # of no use to the kinds that do not read it
-    if kind not in _ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"{rope.origin} has RoPE type {kind!r}, implemented are {', '.join(_ROPE_TYPES)}: use a model with one "
-            "of those"
-        )
     config = RopeConfig(**common, **_SCALINGS[kind](fields, rope))
     rope.refuse_unread(frozenset({"original_max_position_embeddings"} if kind in ("default", "dynamic") else ()))
     return config
+
+
+def _rope_kind(rope: ConfigFields) -> str:
+    stated = rope.take("type", str, None)
+    kind: str = rope.take("rope_type", str, stated or "default")
+    if kind == "su" or (kind == "yarn" and "short_factor" in rope):
+        kind = "longrope"  # which had other names at first
+    if kind not in _SCALINGS:
+        raise UnsupportedModelError(
+            f"{rope.origin} has RoPE type {shortened(kind)}, implemented are {', '.join(_SCALINGS)}: use a model with "
+            "one of those"
+        )
+    return kind
 
 
 def _rotated_fraction(fields: ConfigFields, rope: ConfigFields, partial: bool) -> float:

@@ -160,7 +160,7 @@ def test_what_a_model_cannot_do_is_refused(tmp_path):
             refused([[3, 4]])
     with pytest.raises(JaxkvError, match=r"score.weight has shape \[3, 64\], the configuration calls for \[2, 64\]"):
         load_model(classifier(tmp_path / "three", 3))
-    with pytest.raises(JaxkvError, match="is for MistralForSequenceClassification, implemented is Llama"):
+    with pytest.raises(JaxkvError, match="architectures='MistralForSequenceClassification' where model_type"):
         load_model(classifier(tmp_path / "other", 2, architectures=["MistralForSequenceClassification"]))
 
 

@@ -108,7 +108,11 @@ def test_added_tokens_beyond_the_embedding_are_told_and_not_refused(
     ("config", "named"),
     [
         ({"model_type": "mamba"}, "architecture 'mamba'"),
-        ({"architectures": ["LlamaForTokenClassification"]}, "config.json is for LlamaForTokenClassification"),
+        (
+            {"architectures": ["LlamaForTokenClassification"]},
+            "architectures='LlamaForTokenClassification' where model_type is 'llama', implemented there is Llama",
+        ),
+        ({"architectures": ["Mistral\nForCausalLM"]}, r"architectures='Mistral\\nForCausalLM' where model_type is"),
         ({"model_type": None}, "has no model_type"),
     ],
 )

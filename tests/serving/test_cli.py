@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import serving_fakes
 from long_rope import LONGROPE_CASE, write_long_case
 from patience import HANG_S
+from safetensors.numpy import load_file, save_file
 from serving_fakes import FakeBatcher
+from tiny_model import write_tiny_model
 
 from kv_common import __version__
 from kv_serving import cli
@@ -137,6 +140,15 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(
     captured = capsys.readouterr()
     assert captured.err.startswith(f"jaxkv: {missing}")
     assert captured.err.count("\n") == 1
+
+
+def test_logits_that_are_nan_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    weights = write_tiny_model(tmp_path) / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, weights)
+    assert cli.run(["generate", str(tmp_path), "--prompt", "x", "--raw", "--kv-pool-bytes", "1MiB"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("jaxkv: the model's logits are not numbers: weights or")
 
 
 def test_a_file_that_cannot_be_read_is_one_line(

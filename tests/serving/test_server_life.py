@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
+import numpy as np
 import pytest
 import uvicorn
 from lora_files import write_adapter
@@ -139,6 +141,18 @@ def test_requests_that_waited_go_on_after_a_step_that_raised(case: Case, monkeyp
     waited = [answer.json() for answer in answers if answer.status_code == 200]
     assert [answer["choices"][0]["text"] for answer in waited] == [expected, expected]
     case.settle()
+
+
+def test_logits_that_are_nan_fail_their_request_and_are_logged(
+    case: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(case.engine._runtime, "params", jax.tree.map(lambda array: array * np.nan, case.model.params))
+        error = case.post("/v1/completions", 500, **{**LONG, "prompt": [9, 8, 7]})["error"]
+        case.settle()
+    assert error["code"] == "internal_error"
+    assert "the model's logits are not numbers" in caplog.text
+    assert case.post("/v1/completions", **LONG)["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_failure_in_mid_stream_is_an_event(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

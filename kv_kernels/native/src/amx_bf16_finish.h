@@ -9,13 +9,6 @@
 namespace jaxkv {
 namespace {
 
-// Words of two vectors, by turns.
-inline __m512i alternate(__m512i first_then_second) {
-  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), first_then_second);
-}
-
 // Pairs of outputs [8 pairs][16 tokens] as rows: rows[j] has those of tokens j and 4 + j, rows[4 + j] of 8 + j and 12 + j.
 inline void pairs_to_rows(const __m512i* pairs, __m512i* rows) {
   const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
@@ -78,7 +71,7 @@ class FinishedTile {
     if (finish_.residual != nullptr) add_residual(v);
     __m512i pairs[kTileOutputs / 2], rows[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileOutputs / 2; ++i) pairs[i] = alternate(narrowed(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < kTileOutputs / 2; ++i) pairs[i] = narrowed_pairs(v[2 * i], v[2 * i + 1]);
     pairs_to_rows(pairs, rows);
     auto* to = static_cast<uint16_t*>(finish_.out) + at_;
     each_row([&](int64_t token, int vector, bool is_upper) {

@@ -189,14 +189,11 @@ struct TallBlock : NarrowBlock {
 
   // Weights in pairs of keys, zeros after the last.
   void pair_column(int64_t t, int64_t padded, int64_t steps) const {
-    alignas(64) static constexpr uint16_t kPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_load_si512(kPairs);
     for (int64_t pair = 0; pair < steps * kTileRows; ++pair) {
       const float* two = columns + (t * kKeyBlock + 2 * pair) * 16;
-      const __m512i both = 2 * pair < padded ? narrowed(_mm512_load_ps(two), _mm512_load_ps(two + 16))
+      const __m512i both = 2 * pair < padded ? narrowed_pairs(_mm512_load_ps(two), _mm512_load_ps(two + 16))
                                              : _mm512_setzero_si512();
-      _mm512_store_si512(pairs + pair * 64, _mm512_permutexvar_epi16(order, both));
+      _mm512_store_si512(pairs + pair * 64, both);
     }
   }
 

@@ -12,6 +12,13 @@ inline __m512i narrowed(__m512 low, __m512 high) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
+// Numbers of two vectors in pairs of bf16: number i of the first and number i of the second.
+inline __m512i narrowed_pairs(__m512 first, __m512 second) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), narrowed(first, second));
+}
+
 // Number j of vector i becomes number i of vector j.
 inline void transpose(__m512i* v) {
   __m512i t[16];

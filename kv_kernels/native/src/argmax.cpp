@@ -1,6 +1,5 @@
 // argmax: the most likely token of every row.
 
-#include <algorithm>
 #include <limits>
 
 #include "operands.h"
@@ -9,7 +8,7 @@
 namespace jaxkv {
 namespace {
 
-// scores f32 [rows, vocab] -> i32 [rows].
+// scores f32 [rows, vocab] -> i32 [rows], -1 where no score is above minus infinity.
 ffi::Error argmax(ffi::ThreadPool pool, ffi::AnyBuffer scores, ffi::Result<ffi::AnyBuffer> out) {
   Checker check("argmax");
   if (!check.shape("scores", scores, {kAny, kAny}) || !check.dtype("scores", scores, ffi::DataType::F32) ||
@@ -22,7 +21,7 @@ ffi::Error argmax(ffi::ThreadPool pool, ffi::AnyBuffer scores, ffi::Result<ffi::
   auto* to = static_cast<int32_t*>(out->untyped_data());
   parallel_for(pool, scores.dimensions()[0], [&](int64_t row) {
     float best = -std::numeric_limits<float>::infinity();
-    to[row] = static_cast<int32_t>(std::max<int64_t>(kernels().argmax(from + row * columns, columns, &best), 0));
+    to[row] = static_cast<int32_t>(kernels().argmax(from + row * columns, columns, &best));
   });
   return ffi::Error::Success();
 }

@@ -87,16 +87,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
                   ffi::RemainingRets outs, std::string_view kinds, float norm_eps, bool has_residual,
                   std::string_view activation) {
   Checker check("linear");
-  Call call{};
-  if (!check.shape("x", x, {kAny, kAny}) || !check.floating("x", x, &call.x_type)) return check.error();
-  call.x = x.untyped_data();
-  call.tokens = x.dimensions()[0];
-  call.in_features = x.dimensions()[1];
   PartReader reader(check, layer, parts);
-  if (norm_eps >= 0) {
-    call.norm = reader.vector("norm", call.in_features);
-    call.eps = norm_eps;
-  }
+  Call call = read_x(check, reader, x, norm_eps);
   ffi::AnyBuffer residual = x;
   if (has_residual) residual = reader.array("residual");
   const bool gated = !activation.empty();
@@ -104,9 +96,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
                              " is not silu or gelu_tanh")) {
     call.activation = activation == "silu" ? Activation::kSilu : Activation::kGeluTanh;
   }
-  for (const std::string_view word : words(kinds)) {
-    call.matrices.push_back(read_matrix(reader, word));
-  }
+  for (const std::string_view word : words(kinds)) read_matrix(check, reader, word, call);
   reader.require_all_read();
   if (check.failed()) return check.error();
   const size_t results = gated ? 1 : call.matrices.size();
@@ -121,13 +111,9 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
   const WeightView& first = call.matrices[0].weight;
   for (size_t i = 0; i < call.matrices.size(); ++i) {
     Matrix& matrix = call.matrices[i];
-    if (!check.require(matrix.weight.in_features == call.in_features, "x has shape ", x, ", wanted [any, ",
-                       matrix.weight.in_features, "]") ||
-        !check.require(matrix.weight.kind == first.kind, "weights that share x are of different kinds")) {
-      return check.error();
-    }
     auto out = outs.get<ffi::AnyBuffer>(gated ? 0 : i);
-    if (!check.require(out.has_value(), "a result is not an array") ||
+    if (!check.require(matrix.weight.kind == first.kind, "weights that share x are of different kinds") ||
+        !check.require(out.has_value(), "a result is not an array") ||
         !check.shape("result", **out, {call.tokens, matrix.weight.out_features}) ||
         !check.floating("result", **out, &matrix.out_type)) {
       return check.error();

@@ -37,12 +37,27 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
 
 }  // namespace
 
-Matrix read_matrix(PartReader& reader, std::string_view kind) {
+Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps) {
+  Call call{};
+  if (!check.shape("x", x, {kAny, kAny}) || !check.floating("x", x, &call.x_type)) return call;
+  call.x = x.untyped_data();
+  call.tokens = x.dimensions()[0];
+  call.in_features = x.dimensions()[1];
+  if (norm_eps >= 0) {
+    call.norm = reader.vector("norm", call.in_features);
+    call.eps = norm_eps;
+  }
+  return call;
+}
+
+void read_matrix(Checker& check, PartReader& reader, std::string_view kind, Call& call) {
   const std::string_view stored = kind.substr(0, kind.find('+'));
   Matrix matrix{};
   matrix.weight = reader.weight(stored);
   if (stored.size() != kind.size()) matrix.bias = reader.vector("bias", matrix.weight.out_features);
-  return matrix;
+  check.require(matrix.weight.in_features == call.in_features, "x has shape [", call.tokens, ", ", call.in_features,
+                "], wanted [any, ", matrix.weight.in_features, "]");
+  call.matrices.push_back(matrix);
 }
 
 void cut(ffi::ThreadPool& pool, Call& call) {

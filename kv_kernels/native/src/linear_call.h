@@ -39,8 +39,11 @@ struct Call {
   int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }
 };
 
-// A matrix and its bias, as a word like "q4_1" or "dense+bias" says.
-Matrix read_matrix(PartReader& reader, std::string_view kind);
+// A call of x [tokens, in] and, where norm_eps >= 0, the norm's weight f32 [in], the next of the parts.
+Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps);
+
+// Adds a matrix [out, in] and its bias f32 [out], as a word like "q4_1" or "dense+bias" says.
+void read_matrix(Checker& check, PartReader& reader, std::string_view kind, Call& call);
 
 // Decides on the tasks of a call.
 void cut(ffi::ThreadPool& pool, Call& call);

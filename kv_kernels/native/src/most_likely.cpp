@@ -12,7 +12,7 @@ namespace {
 
 struct Best {
   float value = -std::numeric_limits<float>::infinity();
-  int64_t output = 0;
+  int64_t output = -1;
 };
 
 // The best of a task's outputs for every token of its block goes to `best`.
@@ -34,27 +34,16 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
 }
 
 // x [tokens, in], layer i32 [], the norm's weight f32 [in] where norm_eps >= 0, a weight [out, in] as `kind` says, and its
-// bias f32 [out] where that says so: see `linear`. Gives i32 [tokens].
+// bias f32 [out] where that says so: see `linear`. Gives i32 [tokens], -1 where no output is above minus infinity.
 ffi::Error most_likely(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
                        ffi::Result<ffi::AnyBuffer> out, std::string_view kind, float norm_eps) {
   Checker check("most_likely");
-  Call call{};
-  if (!check.shape("x", x, {kAny, kAny}) || !check.floating("x", x, &call.x_type)) return check.error();
-  call.x = x.untyped_data();
-  call.tokens = x.dimensions()[0];
-  call.in_features = x.dimensions()[1];
   PartReader reader(check, layer, parts);
-  if (norm_eps >= 0) {
-    call.norm = reader.vector("norm", call.in_features);
-    call.eps = norm_eps;
-  }
-  call.matrices.push_back(read_matrix(reader, kind));
+  Call call = read_x(check, reader, x, norm_eps);
+  read_matrix(check, reader, kind, call);
   reader.require_all_read();
-  const WeightView& weight = call.matrices[0].weight;
   if (check.failed() ||
-      !check.require(weight.in_features == call.in_features, "x has shape ", x, ", wanted [any, ", weight.in_features,
-                     "]") ||
-      !check.require(weight.out_features > 0, "weight has no outputs") ||
+      !check.require(call.matrices[0].weight.out_features > 0, "weight has no outputs") ||
       !check.shape("result", *out, {call.tokens}) || !check.dtype("result", *out, ffi::DataType::S32)) {
     return check.error();
   }
