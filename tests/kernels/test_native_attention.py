@@ -63,6 +63,40 @@ def test_many_ragged_mixtures_equal_dense_attention(**drawn):
     check_a_mixture(**drawn)
 
 
+OTHER_STEPS = {
+    "queries": lambda plan: plan._replace(query_start=plan.query_start[[0, 1, 2]] - np.int32([0, 1, 0])),
+    "lengths": lambda plan: plan._replace(kv_len=plan.kv_len - 1),
+    "entries": lambda plan: plan._replace(page_start=plan.page_start[::-1]),
+    "pages": lambda plan: plan._replace(page_ids=plan.page_ids[[2, 3, 0, 1]]),
+    "window": lambda plan: plan,
+}
+
+
+@pytest.mark.parametrize("changed", OTHER_STEPS)
+def test_what_a_thread_keeps_of_a_step_does_not_serve_another(changed):
+    is_window = changed == "window"
+    # Windows choose the splits of long rows.
+    case = make_case(5, kv_len=[1200, 1100] if is_window else [20, 20], query_len=[2, 1], layers=1)
+    plan = NATIVE.plan(case.table, plan_shape(case, spare_entries=0))
+    windows = (600, 1000) if is_window else (None, None)
+
+    @jax.jit
+    def one_after_the_other(q, pools, first, second):
+        before = NATIVE.paged_attention(q, pools, first, first_page=0, scoring=Scoring(0.3, windows[0], None))
+        return NATIVE.paged_attention(
+            q + 0 * before, pools, second, first_page=0, scoring=Scoring(0.3, windows[1], None)
+        )
+
+    got = one_after_the_other(case.q, case.pools, plan, OTHER_STEPS[changed](plan))
+    if changed == "queries":
+        case = case._replace(table=build_table([20, 20], [1, 2], [np.zeros(2, int)] * 2, 16))
+    elif changed == "lengths":
+        case = case._replace(k_rows=[row[:19] for row in case.k_rows], v_rows=[row[:19] for row in case.v_rows])
+    elif changed in ("entries", "pages"):
+        case = case._replace(k_rows=case.k_rows[::-1], v_rows=case.v_rows[::-1])
+    np.testing.assert_allclose(got, dense_answer(case, scale=0.3, window=windows[1]), atol=3e-5)
+
+
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize("rows", [1, 7, 33])
 def test_decode_batches_of_any_size_equal_the_reference(rows, level):
