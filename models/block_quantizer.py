@@ -20,8 +20,11 @@ class RoundedRows(NamedTuple):
     mins: np.ndarray | None
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def round_rows(values: np.ndarray, kind: QuantKind) -> RoundedRows:
-    """values [out, in], `in` whole blocks, rounded to one of KINDS. A scale beyond float16 becomes infinite."""
+    """values [out, in], `in` whole blocks, rounded to one of KINDS. A scale beyond float16 becomes infinite, that of a
+    block with a nan becomes nan.
+    """
     form = FORMS[kind]
     blocks = np.asarray(values, np.float32).reshape(len(values), -1, BLOCK_SIZE)
     mins = None
@@ -39,12 +42,11 @@ def round_rows(values: np.ndarray, kind: QuantKind) -> RoundedRows:
             scales = np.take_along_axis(blocks, largest, axis=-1) / np.float32(-form.offset)
         steps = blocks * _inverse(scales) + np.float32(form.offset + 0.5)
         quants = np.trunc(steps).clip(0, levels - 1).astype(np.uint8)
-    with np.errstate(over="ignore"):
-        return RoundedRows(
-            quants.reshape(values.shape),
-            scales[..., 0].astype(np.float16),
-            None if mins is None else mins[..., 0].astype(np.float16),
-        )
+    return RoundedRows(
+        quants.reshape(values.shape),
+        scales[..., 0].astype(np.float16),
+        None if mins is None else mins[..., 0].astype(np.float16),
+    )
 
 
 def pack_rows(rows: RoundedRows, kind: QuantKind) -> BlockQuantWeight:

@@ -60,10 +60,12 @@ class SafetensorsCheckpoint:
         self._tensors: dict[str, _Stored] = {}
         placed = _index(directory)
         for path in sorted(set(placed.values())) if placed else [_single(directory)]:
-            self._tensors |= _tensors_of(path, types)
-        for name, path in placed.items():
-            if name not in self._tensors:
-                raise CheckpointError(f"{path} lacks {name}, which {INDEX_NAME} places there: get the file again")
+            found = _tensors_of(path, types)
+            for name in (name for name, where in placed.items() if where == path):
+                if name not in found:
+                    raise CheckpointError(f"{path} lacks {name}, which {INDEX_NAME} places there: get the file again")
+            # A second copy, where the index does not place it, is not read.
+            self._tensors |= {name: stored for name, stored in found.items() if placed.get(name, path) == path}
 
     @property
     def names(self) -> Collection[str]:

@@ -24,7 +24,7 @@ from models.weight_memory import WeightMemory
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_NUMBERS = 1 << 22
+_CHUNK_NUMBERS = 1 << 20
 """Numbers of a dense tensor that are read at once."""
 
 
@@ -131,14 +131,15 @@ class StackReader:
                 some = slice(rows.start + first, min(rows.start + first + step, rows.stop))
                 tensor = self._read(name, (some, *rest))
                 values = np.asarray(dequantize(tensor, "float32")) if isinstance(tensor, BlockQuantWeight) else tensor
+                part = target[first : first + step]
                 with np.errstate(over="ignore"):  # reported below, by name
-                    target[first : first + step] = values
+                    part[...] = values
+                if dtype == "float16" and (np.isinf(part) & np.isfinite(values)).any():
+                    raise CheckpointError(
+                        f"{self.checkpoint.origin}: {name} has values beyond float16's 65504: load it as bfloat16 or "
+                        "float32"
+                    )
                 self.checkpoint.release()
-            if dtype == "float16" and np.isinf(target).any():
-                raise CheckpointError(
-                    f"{self.checkpoint.origin}: {name} has values beyond float16's 65504: load it as bfloat16 or "
-                    "float32"
-                )
         return whole
 
     def vector(self, index: Index, offset: float) -> np.ndarray:

@@ -95,7 +95,13 @@ def test_what_contradicts_itself_is_named(golden: Path, changes: dict[str, Any],
 
 
 def test_fields_that_change_nothing_and_fields_switched_off_are_accepted(golden: Path) -> None:
-    harmless = {"attention_dropout": 0.1, "use_cache": False, "transformers_version": "4.30", "pad_token_id": 3}
+    harmless = {
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "transformers_version": "4.30",
+        "pad_token_id": 3,
+        "unk_token_id": 0,
+    }
     off = {"sliding_window": None, "rope_interleaved": False, "pruned_heads": {}}
     assert parse(golden, **harmless, **off) == parse(golden)
 

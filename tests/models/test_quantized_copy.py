@@ -121,5 +121,8 @@ def test_what_cannot_be_rounded_is_refused_and_leaves_nothing_behind(golden: Pat
     name = "model.layers.1.mlp.up_proj.weight"
     huge = copy_case(golden / "llama", tmp_path / "huge", tensors=lambda all: all | {name: all[name] * np.float32(1e9)})
     assert f"{name} has values that float16 scales cannot hold" in refusal_of(huge, tmp_path / "again")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "huge", "model.gguf"]
+    nan = copy_case(golden / "llama", tmp_path / "nan", tensors=lambda all: all | {name: all[name] * np.float32("nan")})
+    for kind in DIRECTORY_KINDS:
+        assert f"{name} has values that float16 scales cannot hold" in refusal_of(nan, tmp_path / "again", kind)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "huge", "model.gguf", "nan"]
     assert read_tensors(huge).keys() == read_tensors(golden / "llama").keys()

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from model_files import copy_case, read_tensors, write_shards
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from kv_common.errors import JaxkvError
 from models import CheckpointError, load_model
@@ -42,6 +42,16 @@ def test_a_shard_without_a_tensor_that_the_index_places_there_is_named(golden: P
     index["weight_map"]["model.phantom.weight"] = "model-00001-of-00003.safetensors"
     path.write_text(json.dumps(index))
     assert "model-00001-of-00003.safetensors lacks model.phantom.weight" in refusal_of(tmp_path)
+
+
+def test_of_two_copies_the_one_in_the_shard_that_the_index_names_is_read(golden: Path, tmp_path: Path) -> None:
+    write_shards(golden / "llama", tmp_path)
+    first, second, third = (tmp_path / f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+    tensors = load_file(second)
+    for other in (first, third):
+        tensors |= {next(iter(load_file(other))): np.zeros(3, np.float32)}
+    save_file(tensors, second)
+    assert load_model(tmp_path).fingerprint == load_model(golden / "llama").fingerprint
 
 
 @pytest.mark.parametrize("storage", [np.float16, ml_dtypes.bfloat16])
@@ -159,6 +169,16 @@ def test_values_that_float16_cannot_hold_are_named(golden: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"up_proj.weight has values beyond float16's 65504"):
         load_model(directory, dtype="float16")
     load_model(directory, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_infinite_in_the_file_is_no_matter_of_the_dtype(golden: Path, tmp_path: Path, dtype: str) -> None:
+    def narrow(tensors: Tensors) -> Tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.inf
+        return {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
+
+    model = load_model(copy_case(golden / "llama", tmp_path, tensors=narrow), dtype=dtype)
+    assert np.isinf(np.asarray(model.params["layers"]["mlp"]["up"]["weight"].values)[1, 3, 4])
 
 
 @pytest.mark.parametrize("kept", [0, 5, 8, 100, 3000, 400000])
