@@ -230,21 +230,18 @@ int64_t narrow_attend_scratch(const Attention& a, int64_t tokens) {
   return attend_scratch<TallBlock>(a, tokens);
 }
 
-void narrow_attend(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, float* scratch) {
-  if (!is_narrow(a)) return avx512_kernels().attend(a, tiles, count, heads, scratch);
-  KeysAhead ahead(a, tiles, count, heads);
-  for (int64_t i = 0; i < count; ++i) {
-    with_block(a, tiles[i].tokens, scratch, [&](auto* block) {
-      attend_tile<std::remove_pointer_t<decltype(block)>>(a, tiles[i], heads, ahead, scratch);
-    });
-  }
+void narrow_attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* scratch) {
+  if (!is_narrow(a)) return avx512_kernels().attend(a, tile, heads, next, scratch);
+  with_block(a, tile.tokens, scratch, [&](auto* block) {
+    attend<std::remove_pointer_t<decltype(block)>>(a, tile, heads, next, scratch);
+  });
 }
 
-void narrow_attend_split(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t split,
+void narrow_attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, NextKeys next,
                          float* partials, float* scratch) {
-  if (!is_narrow(a)) return avx512_kernels().attend_split(a, tiles, count, heads, split, partials, scratch);
-  with_block(a, tiles[0].tokens, scratch, [&](auto* block) {
-    attend_split<std::remove_pointer_t<decltype(block)>>(a, tiles, count, heads, split, partials, scratch);
+  if (!is_narrow(a)) return avx512_kernels().attend_split(a, tile, heads, split, next, partials, scratch);
+  with_block(a, tile.tokens, scratch, [&](auto* block) {
+    attend_split<std::remove_pointer_t<decltype(block)>>(a, tile, heads, split, next, partials, scratch);
   });
 }
 

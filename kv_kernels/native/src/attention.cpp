@@ -26,13 +26,11 @@ void attend_tiles(ffi::ThreadPool& pool, const Attention& a, const AttentionWork
   float* sums = thread_scratch(Slot::kInput, work.floats());
   parallel_for(pool, static_cast<int64_t>(work.tasks().size()), [&](int64_t index) {
     const AttentionTask& task = work.tasks()[static_cast<size_t>(index)];
-    int64_t tokens = 0;
-    for (int64_t i = 0; i < task.count; ++i) tokens = std::max(tokens, task.tiles[i].tokens);
-    float* scratch = thread_scratch(Slot::kTask, task.heads.count * level.attend_scratch(a, tokens));
+    float* scratch = thread_scratch(Slot::kTask, task.heads.count * level.attend_scratch(a, task.tile->tokens));
     if (task.split < 0) {
-      level.attend(a, task.tiles, task.count, task.heads, scratch);
+      level.attend(a, *task.tile, task.heads, work.after(index), scratch);
     } else {
-      level.attend_split(a, task.tiles, task.count, task.heads, task.split, sums + task.sums, scratch);
+      level.attend_split(a, *task.tile, task.heads, task.split, work.after(index), sums + task.sums, scratch);
     }
   });
   parallel_for(pool, static_cast<int64_t>(work.merges().size()), [&](int64_t index) {

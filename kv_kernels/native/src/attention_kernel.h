@@ -94,7 +94,8 @@ static int64_t partial_size(const Attention& a, int64_t tokens) {
 }
 
 template <class Block>
-static void attend_tile(const Attention& a, const QueryTile& tile, HeadRange heads, KeysAhead& ahead, float* memory) {
+static void attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* memory) {
+  KeysAhead ahead(a, heads, next);
   const Heads<Block> all(a, tile, heads, ahead, memory);
   all.each([](int64_t, const Block& block) { block.sums(block.all).clear(); });
   for (int64_t split = tile.oldest_key(a.window) / kSplitKeys; split * kSplitKeys < tile.end_key(); ++split) {
@@ -107,21 +108,13 @@ static void attend_tile(const Attention& a, const QueryTile& tile, HeadRange hea
 }
 
 template <class Block>
-static void attend(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, float* memory) {
-  KeysAhead ahead(a, tiles, count, heads);
-  for (int64_t i = 0; i < count; ++i) attend_tile<Block>(a, tiles[i], heads, ahead, memory);
-}
-
-template <class Block>
-static void attend_split(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t split,
+static void attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, NextKeys next,
                          float* partials, float* memory) {
-  const int64_t size = partial_size<typename Block::Simd>(a, tiles[0].tokens);
-  KeysAhead ahead(a, tiles, count, heads, split * kSplitKeys, (split + 1) * kSplitKeys);
-  for (int64_t i = 0; i < count; ++i, partials += a.kv_heads * size) {
-    Heads<Block>(a, tiles[i], heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
-      return block.sums(partials + head * size);
-    });
-  }
+  const int64_t size = partial_size<typename Block::Simd>(a, tile.tokens);
+  KeysAhead ahead(a, heads, next, (split + 1) * kSplitKeys);
+  Heads<Block>(a, tile, heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
+    return block.sums(partials + head * size);
+  });
 }
 
 template <class S>

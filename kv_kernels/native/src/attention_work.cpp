@@ -35,27 +35,32 @@ AttentionWork::AttentionWork(const Attention& a, const std::vector<QueryTile>& t
   };
   int64_t keys = 0;
   for (const QueryTile* tile : few) keys += keys_of(*tile) - shared_keys(*tile);
-  // Keys come soonest in the order they lie in, one tile's after the other's; but no thread is to be without work.
-  const int64_t wanted = kTasksPerThread * threads, share = keys / wanted;
+  // Keys lie in the order of the heads: a task takes all of them, but no thread is to be without work.
+  const int64_t wanted = kTasksPerThread * threads;
   const int64_t heads_of_few = static_cast<int64_t>(few.size()) >= wanted ? a.kv_heads : 1;
-  const QueryTile* end = begin_ + tiles.size();
-  for (const QueryTile* tile = begin_; tile < end;) {
-    const QueryTile* next = tile + 1;
-    if (is_alone(*tile) && heads_of_few == a.kv_heads && keys_of(*tile) <= 2 * share) {
-      for (int64_t taken = keys_of(*tile); taken < share && next < end && is_alone(*next); ++next)
-        taken += keys_of(*next);
-      tasks_.push_back({tile, next - tile, {0, a.kv_heads}, -1, 0});
-    } else if (is_few(*tile)) {
-      add_splits(*tile, heads_of_few, share);
+  for (const QueryTile& tile : tiles) {
+    if (is_alone(tile) && heads_of_few == a.kv_heads && keys_of(tile) <= 2 * keys / wanted) {
+      tasks_.push_back({&tile, {0, a.kv_heads}, -1, 0});
+    } else if (is_few(tile)) {
+      add_splits(tile, heads_of_few);
     } else {
-      for (int64_t head = 0; head < a.kv_heads; ++head) tasks_.push_back({tile, 1, {head, 1}, -1, 0});
+      for (int64_t head = 0; head < a.kv_heads; ++head) tasks_.push_back({&tile, {head, 1}, -1, 0});
     }
-    tile = next;
   }
 }
 
+NextKeys AttentionWork::after(int64_t task) const {
+  const auto next = static_cast<size_t>(task) + 1;
+  if (next == tasks_.size()) return {};
+  const auto& [tile, heads, split, sums] = tasks_[next];
+  const HeadRange& before = tasks_[next - 1].heads;
+  if (heads.first != before.first || heads.count != before.count) return {};
+  const int64_t oldest = tile->oldest_key(a_.window);
+  return {tile, split < 0 ? oldest : std::max(oldest, split * kSplitKeys)};
+}
+
 // A tile in tasks of one split each, those that it shares left out.
-void AttentionWork::add_splits(const QueryTile& tile, int64_t heads, int64_t share) {
+void AttentionWork::add_splits(const QueryTile& tile, int64_t heads) {
   const std::vector<SplitPlace>& shared = shared_[static_cast<size_t>(&tile - begin_)];
   const int64_t first = tile.oldest_key(a_.window) / kSplitKeys + static_cast<int64_t>(shared.size());
   const int64_t last = (tile.end_key() + kSplitKeys - 1) / kSplitKeys;
@@ -68,26 +73,9 @@ void AttentionWork::add_splits(const QueryTile& tile, int64_t heads, int64_t sha
   for (int64_t split = first; split < last; ++split) {
     const int64_t sums = whole ? 0 : take_sums(tile.tokens);
     for (int64_t head = 0; head < a_.kv_heads; head += heads)
-      add_split({&tile, 1, {head, heads}, whole ? -1 : split, sums + head * head_floats}, share);
+      tasks_.push_back({&tile, {head, heads}, whole ? -1 : split, sums + head * head_floats});
     if (!whole) places_.push_back({sums, head_floats, tile.tokens * (a_.heads / a_.kv_heads), 0});
   }
-}
-
-// The same split of the next tile joins the last task, up to `share` keys.
-void AttentionWork::add_split(const AttentionTask& task, int64_t share) {
-  const int64_t begin = task.split * kSplitKeys, left = task.tiles->end_key() - begin;
-  const int64_t keys = left < kSplitKeys ? left : kSplitKeys;
-  if (!tasks_.empty() && task.split >= 0) {
-    AttentionTask& last = tasks_.back();
-    if (last.split == task.split && last.tiles + last.count == task.tiles && last.tiles->tokens == task.tiles->tokens &&
-        task.heads.count == a_.kv_heads && keys_together_ < share) {
-      ++last.count;
-      keys_together_ += keys;
-      return;
-    }
-  }
-  tasks_.push_back(task);
-  keys_together_ = keys;
 }
 
 // Room for the sums of one split of so many tokens; where those of head 0 begin.
@@ -135,7 +123,7 @@ void AttentionWork::share_split(const Tiles& members, int64_t split) {
   const int64_t sums = take_sums(count), head_floats = kernels().partial_size(a_, count);
   together_.push_back({0, count, end - 1, end, members[0]->pages, tokens.data()});
   for (int64_t head = 0; head < a_.kv_heads; ++head)
-    tasks_.push_back({&together_.back(), 1, {head, 1}, split, sums + head * head_floats});
+    tasks_.push_back({&together_.back(), {head, 1}, split, sums + head * head_floats});
   int64_t first_row = 0;
   for (const QueryTile* tile : members) {
     shared_[static_cast<size_t>(tile - begin_)].push_back({sums, head_floats, count * group, first_row});

@@ -11,13 +11,12 @@ namespace jaxkv {
 
 constexpr int64_t kTileQueries = 192;  // query rows (tokens times group) of a tile, about: a block of K/V serves them all
 
-// All keys of some tiles that follow each other, or one split of their keys.
+// All keys of a tile, or one split of them.
 struct AttentionTask {
-  const QueryTile* tiles;
-  int64_t count;
+  const QueryTile* tile;
   HeadRange heads;
   int64_t split;  // -1 for all keys
-  int64_t sums;   // of a split: where those of the first tile's first head go, in floats
+  int64_t sums;   // of a split: where those of the first head go, in floats
 };
 
 // A tile whose result is put together from its splits, in order: places [first, last).
@@ -34,6 +33,8 @@ class AttentionWork {
   AttentionWork(const Attention& a, const std::vector<QueryTile>& tiles, int64_t threads);
 
   const std::vector<AttentionTask>& tasks() const { return tasks_; }
+  // What a thread reads after a task, if it goes on with the next one.
+  NextKeys after(int64_t task) const;
   const std::vector<AttentionMerge>& merges() const { return merges_; }
   const SplitPlace* places() const { return places_.data(); }
   int64_t floats() const { return floats_; }  // of all sums
@@ -43,8 +44,7 @@ class AttentionWork {
 
   void share_splits(const Tiles& few);
   void share_split(const Tiles& members, int64_t split);
-  void add_splits(const QueryTile& tile, int64_t heads, int64_t share);
-  void add_split(const AttentionTask& task, int64_t share);
+  void add_splits(const QueryTile& tile, int64_t heads);
   int64_t keys_of(const QueryTile& tile) const { return tile.end_key() - tile.oldest_key(a_.window); }
   int64_t shared_keys(const QueryTile& tile) const {
     return static_cast<int64_t>(shared_[static_cast<size_t>(&tile - begin_)].size()) * kSplitKeys;
@@ -60,7 +60,6 @@ class AttentionWork {
   std::vector<AttentionMerge> merges_;
   std::vector<SplitPlace> places_;
   int64_t floats_ = 0;
-  int64_t keys_together_ = 0;  // of the last task, where it is of a split
 };
 
 }  // namespace jaxkv

@@ -122,6 +122,12 @@ struct HeadRange {
   int64_t first, count;
 };
 
+// Keys of a tile, from `first` on, that a thread is going to read next; no tile for none.
+struct NextKeys {
+  const QueryTile* tile;
+  int64_t first;
+};
+
 // Tokens [first, first + count) of a block: [count][in_features]. They last until the next call.
 using TokenRows = std::function<const float*(int64_t first, int64_t count)>;
 
@@ -167,11 +173,10 @@ struct Kernels {
   void (*rotate)(const float* cos, const float* sin, int64_t count, float* x);
   // gate = activation(gate) * up; both have room for `count` rounded up to 16.
   void (*gate)(Activation activation, const float* up, int64_t count, float* gate);
-  void (*attend)(const Attention&, const QueryTile* tiles, int64_t count, HeadRange, float* scratch);
-  // The sums over the keys of split `split` alone go to `partials`, `partial_size` floats a head; a tile's, all of so many
-  // tokens, come `kv_heads` heads after the last one's.
-  void (*attend_split)(const Attention&, const QueryTile* tiles, int64_t count, HeadRange, int64_t split,
-                       float* partials, float* scratch);
+  void (*attend)(const Attention&, const QueryTile&, HeadRange, NextKeys, float* scratch);
+  // The sums over the keys of split `split` alone go to `partials`, `partial_size` floats a head.
+  void (*attend_split)(const Attention&, const QueryTile&, HeadRange, int64_t split, NextKeys, float* partials,
+                       float* scratch);
   // What `attend` gives for one head, from the sums of all of a tile's splits, in order.
   void (*merge_splits)(const Attention&, const QueryTile&, int64_t kv_head, const float* sums, const SplitPlace* first,
                        const SplitPlace* last, float* scratch);

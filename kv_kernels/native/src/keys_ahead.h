@@ -11,13 +11,11 @@ namespace jaxkv {
 
 class KeysAhead {
  public:
-  // Blocks of kKeyBlock keys of `tiles`, one tile after the other, from `start_key` on and none past `stop_key`. Only
-  // lone tokens wait for keys: many find a block in a cache when they are done with the last.
-  KeysAhead(const Attention& a, const QueryTile* tiles, int64_t count, HeadRange heads, int64_t start_key = 0,
-            int64_t stop_key = INT64_MAX)
+  // Blocks of kKeyBlock keys of a tile up to `stop_key`, and the first one after them. Only lone tokens wait for keys:
+  // many find a block in a cache when they are done with the last.
+  KeysAhead(const Attention& a, HeadRange heads, NextKeys after, int64_t stop_key = INT64_MAX)
       : a_(a),
-        last_(tiles + count),
-        start_key_(start_key),
+        after_(after),
         stop_key_(stop_key),
         slot_bytes_(a.kv_heads * head_bytes()),
         first_byte_(heads.first * head_bytes()),
@@ -25,19 +23,14 @@ class KeysAhead {
 
   // The block at `first` of `tile` is read now: `ask` is for the one after it.
   void reading(const QueryTile& tile, int64_t first) {
-    const QueryTile* next = &tile;
-    key_ = first + kKeyBlock;
-    if (key_ >= tile.end_key() || key_ >= stop_key_) {
-      ++next;
-      const int64_t oldest = next < last_ ? next->oldest_key(a_.window) : 0;
-      key_ = oldest < start_key_ ? start_key_ : oldest;
-    }
+    const int64_t following = first + kKeyBlock;
+    const bool is_last = following >= tile.end_key() || following >= stop_key_;
+    tile_ = is_last ? after_.tile : &tile;
+    key_ = is_last ? after_.first : following;
     end_ = 0;
-    if (tile.tokens > 1 || next == last_) return;
-    tile_ = next;
-    const int64_t block_end = (key_ / kKeyBlock + 1) * kKeyBlock, end = next->end_key();
+    if (tile.tokens > 1 || tile_ == nullptr) return;
+    const int64_t block_end = (key_ / kKeyBlock + 1) * kKeyBlock, end = tile_->end_key();
     end_ = block_end < end ? block_end : end;
-    end_ = end_ < stop_key_ ? end_ : stop_key_;
     byte_ = bytes_;
     --key_;
     left_in_page_ = 0;
@@ -74,9 +67,9 @@ class KeysAhead {
   }
 
   const Attention& a_;
-  const QueryTile* last_;
+  NextKeys after_;
   const QueryTile* tile_ = nullptr;
-  int64_t start_key_, stop_key_, slot_bytes_, first_byte_, bytes_;
+  int64_t stop_key_, slot_bytes_, first_byte_, bytes_;
   int64_t key_ = 0, end_ = 0, byte_ = 0, left_in_page_ = 0;
   const char *k_ = nullptr, *v_ = nullptr;
 };
