@@ -41,7 +41,7 @@ class Heads {
     each([&](int64_t head, const Block& block) { block.begin_split(sums_of(head, block)); });
     for (int64_t first = oldest > begin ? oldest : begin; first < end; first += kKeyBlock) {
       const int64_t count = end - first < kKeyBlock ? end - first : kKeyBlock;
-      ahead_.reading(tile_, first);
+      ahead_.reading(first);
       each([&](int64_t head, const Block& block) {
         attend_block(first, count, heads_.first + head, block, sums_of(head, block));
       });
@@ -95,7 +95,7 @@ static int64_t partial_size(const Attention& a, int64_t tokens) {
 
 template <class Block>
 static void attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* memory) {
-  KeysAhead ahead(a, heads, next);
+  KeysAhead ahead(a, tile, heads, next);
   const Heads<Block> all(a, tile, heads, ahead, memory);
   all.each([](int64_t, const Block& block) { block.sums(block.all).clear(); });
   for (int64_t split = tile.oldest_key(a.window) / kSplitKeys; split * kSplitKeys < tile.end_key(); ++split) {
@@ -111,7 +111,7 @@ template <class Block>
 static void attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, NextKeys next,
                          float* partials, float* memory) {
   const int64_t size = partial_size<typename Block::Simd>(a, tile.tokens);
-  KeysAhead ahead(a, heads, next, (split + 1) * kSplitKeys);
+  KeysAhead ahead(a, tile, heads, next, (split + 1) * kSplitKeys);
   Heads<Block>(a, tile, heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
     return block.sums(partials + head * size);
   });

@@ -11,29 +11,28 @@ namespace jaxkv {
 
 class KeysAhead {
  public:
-  // Blocks of kKeyBlock keys of a tile up to `stop_key`, and the first one after them. Only lone tokens wait for keys:
-  // many find a block in a cache when they are done with the last.
-  KeysAhead(const Attention& a, HeadRange heads, NextKeys after, int64_t stop_key = INT64_MAX)
+  // The keys of a task, up to `stop_key`, and behind them those that come after. Only lone tokens wait for keys: many find
+  // a block in a cache when they are done with the last.
+  KeysAhead(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys after, int64_t stop_key = INT64_MAX)
       : a_(a),
-        after_(after),
-        stop_key_(stop_key),
+        tile_(&tile),
+        after_(after.tile),
+        end_(tile.end_key() < stop_key ? tile.end_key() : stop_key),
         slot_bytes_(a.kv_heads * head_bytes()),
         first_byte_(heads.first * head_bytes()),
-        bytes_(heads.count * head_bytes()) {}
+        bytes_(heads.count * head_bytes()),
+        byte_(bytes_) {
+    const int64_t block_end = (end_ + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+    after_begin_ = block_end + after.first % kKeyBlock;
+    shift_ = after.first - after_begin_;
+    after_end_ = after_ == nullptr ? 0 : after_->end_key() - shift_;
+  }
 
-  // The block at `first` of `tile` is read now: `ask` is for the one after it.
-  void reading(const QueryTile& tile, int64_t first) {
-    const int64_t following = first + kKeyBlock;
-    const bool is_last = following >= tile.end_key() || following >= stop_key_;
-    tile_ = is_last ? after_.tile : &tile;
-    key_ = is_last ? after_.first : following;
-    end_ = 0;
-    if (tile.tokens > 1 || tile_ == nullptr) return;
-    const int64_t block_end = (key_ / kKeyBlock + 1) * kKeyBlock, end = tile_->end_key();
-    end_ = block_end < end ? block_end : end;
-    byte_ = bytes_;
-    --key_;
-    left_in_page_ = 0;
+  // The block at `first` is read now: `ask` is for the next ones.
+  void reading(int64_t first) {
+    if (tile_->tokens > 1) return;
+    limit_ = first + (1 + kBlocks) * kKeyBlock;
+    if (next_ < first + kKeyBlock) go_to(first + kKeyBlock);
   }
 
   // Asks for so many lines of keys, and as many of values.
@@ -46,31 +45,42 @@ class KeysAhead {
   }
 
  private:
+  static constexpr int64_t kBlocks = 2;  // short ones leave little time for the next
+
   int64_t head_bytes() const { return a_.head_dim * element_size(a_.pool_type); }
+  void go_to(int64_t key) {
+    next_ = key;
+    left_in_page_ = 0;
+    byte_ = bytes_;
+  }
 
   bool next_key() {
-    if (key_ + 1 >= end_) return false;
-    ++key_;
+    if (next_ >= end_ && next_ < after_begin_) go_to(after_begin_);
+    if (next_ >= limit_ || next_ >= (next_ < end_ ? end_ : after_end_)) return false;
     byte_ = 0;
     if (left_in_page_ > 0) {
       --left_in_page_;
       k_ += slot_bytes_;
       v_ += slot_bytes_;
-      return true;
+    } else {
+      const bool is_own = next_ < end_;
+      const int64_t key = is_own ? next_ : next_ + shift_, offset = key % a_.tokens_per_page;
+      const int64_t page = (is_own ? tile_ : after_)->pages[key / a_.tokens_per_page] + a_.first_page;
+      const int64_t at = (page * a_.tokens_per_page + offset) * slot_bytes_ + first_byte_;
+      k_ = static_cast<const char*>(a_.k) + at;
+      v_ = static_cast<const char*>(a_.v) + at;
+      left_in_page_ = a_.tokens_per_page - offset - 1;
     }
-    const int64_t page = tile_->pages[key_ / a_.tokens_per_page] + a_.first_page, offset = key_ % a_.tokens_per_page;
-    const int64_t at = (page * a_.tokens_per_page + offset) * slot_bytes_ + first_byte_;
-    k_ = static_cast<const char*>(a_.k) + at;
-    v_ = static_cast<const char*>(a_.v) + at;
-    left_in_page_ = a_.tokens_per_page - offset - 1;
+    ++next_;
     return true;
   }
 
   const Attention& a_;
-  NextKeys after_;
-  const QueryTile* tile_ = nullptr;
-  int64_t stop_key_, slot_bytes_, first_byte_, bytes_;
-  int64_t key_ = 0, end_ = 0, byte_ = 0, left_in_page_ = 0;
+  const QueryTile *tile_, *after_;
+  int64_t end_, slot_bytes_, first_byte_, bytes_, byte_;
+  // Keys that come after are counted on from the end of the task's last block: `shift_` more is their position.
+  int64_t after_begin_, after_end_, shift_;
+  int64_t next_ = 0, limit_ = 0, left_in_page_ = 0;
   const char *k_ = nullptr, *v_ = nullptr;
 };
 
