@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from llama_cpp_peer import LlamaCpp
 from peer_process import serve
 from peers import Jaxkv, OpenVino, Peer
 from workloads import Workload
+
+if TYPE_CHECKING:
+    from gguf_forms import Form
 
 THREADS = len(os.sched_getaffinity(0))
 
@@ -27,7 +30,7 @@ class Engine:
     """How an engine is made, on which form of the model's file, and which workloads it runs by default."""
 
     make: Callable[..., Peer]
-    form: Literal["float32", "float16"] | None = None
+    form: Form | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     traces: bool = True
     by_default: bool = True

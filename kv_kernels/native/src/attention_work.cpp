@@ -30,21 +30,18 @@ AttentionWork::AttentionWork(const Attention& a, const std::vector<QueryTile>& t
   for (const QueryTile& tile : tiles)
     if (is_few(tile)) few.push_back(&tile);
   share_splits(few);
-  const auto is_alone = [&](const QueryTile& tile) {
-    return is_few(tile) && shared_[static_cast<size_t>(&tile - begin_)].empty();
-  };
   int64_t keys = 0;
   for (const QueryTile* tile : few) keys += keys_of(*tile) - shared_keys(*tile);
   // Keys lie in the order of the heads: a task takes all of them, but no thread is to be without work.
   const int64_t wanted = kTasksPerThread * threads;
   const int64_t heads_of_few = static_cast<int64_t>(few.size()) >= wanted ? a.kv_heads : 1;
   for (const QueryTile& tile : tiles) {
-    if (is_alone(tile) && heads_of_few == a.kv_heads && keys_of(tile) <= 2 * keys / wanted) {
-      tasks_.push_back({&tile, {0, a.kv_heads}, -1, 0});
-    } else if (is_few(tile)) {
-      add_splits(tile, heads_of_few);
-    } else {
+    if (!is_few(tile)) {
       for (int64_t head = 0; head < a.kv_heads; ++head) tasks_.push_back({&tile, {head, 1}, -1, 0});
+    } else if (heads_of_few == a.kv_heads && shared_keys(tile) == 0 && keys_of(tile) <= 2 * keys / wanted) {
+      tasks_.push_back({&tile, {0, a.kv_heads}, -1, 0});
+    } else {
+      add_splits(tile, heads_of_few);
     }
   }
 }

@@ -29,7 +29,7 @@ struct AttentionMerge {
 // of all of them. What a row's sums come to does not depend on who is beside it.
 class AttentionWork {
  public:
-  // `tiles` stay where they are while this stands.
+  // `a`, of which the sizes are read, and `tiles` stay where they are while this stands.
   AttentionWork(const Attention& a, const std::vector<QueryTile>& tiles, int64_t threads);
 
   const std::vector<AttentionTask>& tasks() const { return tasks_; }
@@ -51,7 +51,7 @@ class AttentionWork {
   }
   int64_t take_sums(int64_t tokens);
 
-  const Attention a_;  // for its sizes
+  const Attention& a_;
   const QueryTile* begin_;
   std::vector<std::vector<SplitPlace>> shared_;  // of every tile: its first splits, those that it shares
   std::deque<std::vector<int32_t>> members_;     // tokens of the tiles below
