@@ -2,8 +2,9 @@
 
 Each limit is measured in more than one way and is the best of them: numpy's own BLAS always, and two short C loops
 where there is a compiler (reads with nothing else, and multiply-adds that never leave the registers). A CPU with matrix
-tiles multiplies bfloat16 far faster than float32, which is a limit of its own. All threads work at once, and a read is
-timed over as many bytes as a step of the model reads, so that caches that help a step help the limit too.
+tiles, or with vectors of pairs, multiplies bfloat16 faster than float32, which is a limit of its own. All threads work
+at once, and a read is timed over as many bytes as a step of the model reads, so that caches that help a step help the
+limit too.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import numpy as np
 
 MATRIX = 2048
 FMA_ROUNDS = 50_000_000
-FMA_CHAINS = 10
+FMA_CHAINS = 12
 TILE_ROUNDS = 2_000_000
+PAIR_ROUNDS = 50_000_000
+BLAS_SPINS_S = 0.1  # and more, after a product: its threads would take a core from what is measured next
 
 SOURCE = """
 #include <stddef.h>
@@ -47,18 +50,20 @@ float read_all(const float *from, size_t count) {
 }
 
 float multiply_add(long rounds, float seed) {
-  lanes a[10], scale = {0}, shift = {0};
+  lanes a[12], scale = {0}, shift = {0};
   scale = scale + seed; shift = shift + (1.0f - seed);
-  for (int j = 0; j < 10; ++j) a[j] = shift * (float)j;
+  for (int j = 0; j < 12; ++j) a[j] = shift * (float)j;
   for (long i = 0; i < rounds; ++i)
-    for (int j = 0; j < 10; ++j) a[j] = a[j] * scale + shift;
-  for (int j = 1; j < 10; ++j) a[0] += a[j];
+    for (int j = 0; j < 12; ++j) a[j] = a[j] * scale + shift;
+  for (int j = 1; j < 12; ++j) a[0] += a[j];
   return a[0][0];
 }
 
-/* Products of 16 x 32 by 32 x 16 bfloat16 in tiles; the operations done, 0 where the CPU or the system has no tiles. */
-#if defined(__AMX_BF16__) && defined(__linux__)
+/* The same in bfloat16, in tiles and in vectors of pairs: the operations done, or 0 where there are none. */
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 double tile_multiply_add(long rounds) {
@@ -76,6 +81,22 @@ double tile_multiply_add(long rounds) {
 }
 #else
 double tile_multiply_add(long rounds) { (void)rounds; return 0; }
+#endif
+#if defined(__AVX512BF16__)
+double pair_multiply_add(long rounds) {
+  __m512 a[12];
+  __m512i x = _mm512_set1_epi16(0x3f00), y = x;
+  for (int j = 0; j < 12; ++j) a[j] = _mm512_set1_ps((float)j);
+  for (long i = 0; i < rounds; ++i) {
+    __asm__ volatile("" : "+v"(x), "+v"(y)); /* or the compiler would do one round */
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) a[j] = _mm512_dpbf16_ps(a[j], (__m512bh)x, (__m512bh)y);
+  }
+  for (int j = 0; j < 12; ++j) __asm__ volatile("" : : "v"(a[j]));
+  return 12.0 * 2 * 32 * (double)rounds;
+}
+#else
+double pair_multiply_add(long rounds) { (void)rounds; return 0; }
 #endif
 """
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -108,6 +129,7 @@ class MachineLimits:
                     call(part)
 
             found[name] = repeats * read_bytes / self._seconds(work, parts)
+            time.sleep(BLAS_SPINS_S)
         return found
 
     def multiply_adds(self) -> dict[str, float]:
@@ -115,18 +137,21 @@ class MachineLimits:
         start = time.perf_counter()
         np.dot(self._matrix, self._matrix)
         found = {"blas": 2 * MATRIX**3 / (time.perf_counter() - start)}
+        time.sleep(BLAS_SPINS_S)
         if (loops := self._loops) is not None:
             seconds = self._seconds(lambda _: loops.multiply_add(FMA_ROUNDS, 0.5), [None] * self._threads)
             found["loop"] = 2 * FMA_ROUNDS * FMA_CHAINS * loops.lane_count() * self._threads / seconds
         return found
 
-    def tile_multiply_adds(self) -> dict[str, float]:
-        """The same in bfloat16, in matrix tiles; empty where there are none."""
-        loops = self._loops
-        if loops is None or not loops.tile_multiply_add(1):
-            return {}
-        seconds = self._seconds(lambda _: loops.tile_multiply_add(TILE_ROUNDS), [None] * self._threads)
-        return {"loop": loops.tile_multiply_add(1) * TILE_ROUNDS * self._threads / seconds}
+    def bf16_multiply_adds(self) -> dict[str, float]:
+        """The same in bfloat16, in matrix tiles and in vectors of pairs; empty where there are neither."""
+        loops, found = self._loops, {}
+        for name, rounds in {"tile": TILE_ROUNDS, "pair": PAIR_ROUNDS}.items() if loops is not None else ():
+            call = getattr(loops, f"{name}_multiply_add")
+            if operations := call(rounds // 100) * 100:
+                seconds = self._seconds(lambda _, call=call, rounds=rounds: call(rounds), [None] * self._threads)
+                found[f"{name}s"] = operations * self._threads / seconds
+        return found
 
     def _seconds(self, work: Callable[[object], object], parts: list) -> float:
         start = time.perf_counter()
@@ -148,7 +173,7 @@ def compiled_loops() -> ctypes.CDLL | None:
         loops = ctypes.CDLL(str(library))
     loops.read_all.restype = loops.multiply_add.restype = ctypes.c_float
     loops.read_all.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    loops.tile_multiply_add.restype = ctypes.c_double
-    loops.tile_multiply_add.argtypes = (ctypes.c_long,)
+    loops.tile_multiply_add.restype = loops.pair_multiply_add.restype = ctypes.c_double
+    loops.tile_multiply_add.argtypes = loops.pair_multiply_add.argtypes = (ctypes.c_long,)
     loops.multiply_add.argtypes = (ctypes.c_long, ctypes.c_float)
     return loops

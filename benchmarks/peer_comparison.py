@@ -170,7 +170,7 @@ class Comparison:
 
     def _measure_machine(self) -> None:
         found = {f"multiply_adds.{method}": value for method, value in self._machine.multiply_adds().items()}
-        found |= {f"tile_multiply_adds.{method}": value for method, value in self._machine.tile_multiply_adds().items()}
+        found |= {f"bf16_multiply_adds.{method}": value for method, value in self._machine.bf16_multiply_adds().items()}
         sizes = {_weights(engine): costs.weight_bytes for engine, costs in self._costs.items()}
         for size, read_bytes in {**sizes, "memory": MEMORY_BYTES}.items():
             by_method = self._machine.read_bandwidth(read_bytes)
@@ -181,11 +181,11 @@ class Comparison:
     def _note_limits(self, name: str, workload: Workload) -> None:
         """The machine's limits for our engines: medians over the passes so far, of the best method.
 
-        Blocks of 4 or 8 bits fit the machine's tiles of bfloat16, where it has them; float32 weights do not.
+        Blocks of 4 or 8 bits are exact in bfloat16, and so may use what multiplies that; float32 weights may not.
         """
         for engine, costs in self._costs.items():
             weights = _weights(engine)
-            kinds = ("multiply_adds.",) if weights == "float32" else ("multiply_adds.", "tile_multiply_adds.")
+            kinds = ("multiply_adds.",) if weights == "float32" else ("multiply_adds.", "bf16_multiply_adds.")
             bandwidth, flops = self._best(f"read_bandwidth.{weights}."), max(map(self._best, kinds))
             limits = limits_of(name, workload, costs, bandwidth, flops)
             self.limits.setdefault(engine, {}).update({f"{name}.{key}": value for key, value in limits.items()})

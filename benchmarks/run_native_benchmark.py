@@ -119,7 +119,7 @@ def measure_limits(passes: int, weight_bytes: int) -> None:
     for name, unit, measure in (
         ("read_bandwidth", "GB/s", lambda: machine.read_bandwidth(weight_bytes)),
         ("multiply_adds", "GFLOP/s", machine.multiply_adds),
-        ("tile_multiply_adds", "GFLOP/s", machine.tile_multiply_adds),
+        ("bf16_multiply_adds", "GFLOP/s", machine.bf16_multiply_adds),
     ):
         found = [measure() for _ in range(passes)]
         for method in found[0]:
