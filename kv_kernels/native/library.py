@@ -13,7 +13,7 @@ import jax
 
 from kv_common.errors import JaxkvError
 
-LEVELS = ("generic", "avx2", "avx512", "amx")
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets that kernels may exist for, slowest first."""
 
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"

@@ -1,7 +1,8 @@
-"""Products and attention of bfloat16 activations: rounded operands on the AMX level, exact ones below it.
+"""Products and attention of bfloat16 activations: rounded operands on the levels that are made for them, else exact ones.
 
 What holds at every level is that a token's bits do not depend on its company. The AMX level multiplies values rounded
-to bfloat16 and sums in float32, which a float64 model with the same roundings shows to float32's errors.
+to bfloat16 and sums in float32; the level below takes activations as integers of 16 bits a block. A float64 model with
+the same roundings shows both to float32's errors.
 """
 
 import itertools
@@ -19,15 +20,26 @@ from paged_case import build_table, dense_answer, make_case
 
 from kv_kernels.dequantize import dequantize
 from kv_kernels.native import NativeProvider
-from kv_kernels.weights import take_layer
+from kv_kernels.weights import BLOCK_SIZE, take_layer
 
 NATIVE = NativeProvider()
 KINDS = (*DENSE_KINDS, *QUANT_KINDS)
+INTEGER_KINDS = ("q8_0", "q4_0", "q4_1", "q4_k", "q4_1/groups", "q4_0/tiles", "q4_1/tiles")
+"""Whose quants the integer instructions multiply."""
 values_of = jax.jit(lambda weight: dequantize(weight, jnp.float32))
 
 
 def rounded(values: np.ndarray | jax.Array) -> np.ndarray:
     return np.asarray(jnp.asarray(values, jnp.bfloat16).astype(jnp.float32), np.float64)
+
+
+def in_integers(x: np.ndarray) -> np.ndarray:
+    """x [tokens, in] rounded to integers of 16 bits times a power of two, the same for 32 numbers."""
+    blocks = x.reshape(len(x), -1, BLOCK_SIZE)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    exponent = np.frexp(largest * (128 / 127))[1] - 1
+    step = np.ldexp(1.0, exponent - 14)
+    return (np.rint(blocks / step) * step).reshape(x.shape)
 
 
 def activations(seed: int, tokens: int, features: int) -> jax.Array:
@@ -52,6 +64,8 @@ def check_a_product(kind, level, tokens, out_features, in_features, seed):
     matrix = values_of(take_layer(weight, 1))
     matrix = rounded(matrix) if level == "amx" else np.asarray(matrix, np.float64)
     x = np.asarray(x.astype(jnp.float32), np.float64)
+    if level == "avx512_bf16" and kind in INTEGER_KINDS:
+        x = in_integers(x)
     # bfloat16 of a value that lies between two of them may be either where the value was rounded to float32 before.
     ties = 2**-24 if level == "amx" and kind not in DENSE_KINDS else 0
     assert (np.abs(got - x @ matrix.T) <= (5e-7 + ties) * (np.abs(x) @ np.abs(matrix).T)).all()

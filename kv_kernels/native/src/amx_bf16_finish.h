@@ -3,8 +3,9 @@
 #pragma once
 
 #include "amx_quick.h"
-#include "amx_rows.h"
+#include "amx_tile.h"
 #include "amx_transpose.h"
+#include "quant_rows.h"
 
 namespace jaxkv {
 namespace {

@@ -3,8 +3,9 @@
 
 #include <type_traits>
 
-#include "amx_rows.h"
+#include "amx_tile.h"
 #include "amx_transpose.h"
+#include "quant_rows.h"
 #include "simd_avx512.h"
 #include "weight_rows.h"
 

@@ -1,7 +1,8 @@
 // Some steps of k of a product in bfloat16, in the tile registers: two tiles of outputs, or one, times two of tokens, or one.
 #pragma once
 
-#include "amx_rows.h"
+#include "amx_tile.h"
+#include "quant_rows.h"
 
 namespace jaxkv {
 namespace {

@@ -25,7 +25,7 @@ bool amx_allowed() {
 
 // The tables that this CPU can run, slowest first.
 struct Levels {
-  const Kernels* tables[4];
+  const Kernels* tables[5];
   int count = 0;
 
   Levels() {
@@ -37,10 +37,13 @@ struct Levels {
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         tables[count++] = &avx512_kernels();
-#ifdef JAXKV_AMX
+#ifdef JAXKV_AVX512_BF16
         if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-            __builtin_cpu_supports("avx512bf16") && amx_allowed()) {
-          tables[count++] = &amx_kernels();
+            __builtin_cpu_supports("avx512bf16")) {
+          tables[count++] = &avx512_bf16_kernels();
+#ifdef JAXKV_AMX
+          if (amx_allowed()) tables[count++] = &amx_kernels();
+#endif
         }
 #endif
       }

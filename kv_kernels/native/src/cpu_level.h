@@ -6,6 +6,6 @@
 extern "C" {
 // The name of the instruction set in use.
 __attribute__((visibility("default"))) const char* jaxkv_level();
-// Uses `name` (generic, avx2 or avx512) from the next call on; returns 0, or 1 where the CPU or the build lacks it.
+// Uses `name` (generic, avx2, avx512, avx512_bf16 or amx) from the next call on; returns 0, or 1 where the CPU or the build lacks it.
 __attribute__((visibility("default"))) int jaxkv_set_level(const char* name);
 }

@@ -192,6 +192,7 @@ const Kernels& generic_kernels();
 #ifdef JAXKV_X86
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512_bf16_kernels();
 const Kernels& amx_kernels();
 #endif
 

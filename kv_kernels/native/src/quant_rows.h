@@ -1,14 +1,13 @@
 // Sixteen rows of a quantized weight, unpacked some blocks at a time.
 #pragma once
 
-#include "amx_pack.h"
+#include "quant_unpack.h"
 
 namespace jaxkv {
 namespace {
 
-// Sixteen outputs of some blocks.
-struct Unpacked {
-  alignas(64) char tiles[kScaleRun][kTileBytes];
+// Numbers of sixteen outputs for some blocks.
+struct RowScales {
   alignas(64) float scales[kScaleRun][kTileOutputs];
   alignas(64) float mins[kScaleRun][kTileOutputs];
 };

@@ -1,0 +1,221 @@
+// The product with quantized weights in exact integers, on vectors of bytes.
+//
+// A block's sums of digits times quants are exact: what they come to does not depend on how they are taken. They become
+// floats once, sum = lower * place (+ highest * its place), and then acc = scale * sum + acc, acc = min * (sum of x) + acc,
+// block by block.
+#pragma once
+
+#include "digits_pack.h"
+#include "quant_rows.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int64_t kDirectTokens = 4;  // of up to so many, weights are unpacked in registers
+constexpr int64_t kRunVectors = 18;   // blocks whose unpacked weights stay in the first-level cache
+
+// Scales and mins of a block of some tiles of outputs.
+template <int kOutputTiles>
+struct BlockScales {
+  const float* scales[kOutputTiles];
+  const float* mins[kOutputTiles];
+};
+
+template <int kTokens, int kOutputTiles>
+using IntegerSums = __m512i[kTokens][kOutputTiles];
+
+// One digit of every token, [tokens][32], times a block's quants.
+template <int kTokens, int kOutputTiles>
+inline void add_digit(const __m512i* const* quants, const char* digits, IntegerSums<kTokens, kOutputTiles>& sums) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kBlockVectors; ++i) {
+    __m512i weight[kOutputTiles];
+#pragma GCC unroll 2
+    for (int o = 0; o < kOutputTiles; ++o) weight[o] = quants[o][i];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      int32_t four;
+      std::memcpy(&four, digits + t * kQuantBlock + 4 * i, sizeof four);
+      const __m512i of_token = _mm512_set1_epi32(four);
+#pragma GCC unroll 2
+      for (int o = 0; o < kOutputTiles; ++o) sums[t][o] = _mm512_dpbusd_epi32(sums[t][o], weight[o], of_token);
+    }
+  }
+}
+
+// A block of some tokens times some tiles of outputs; `quants` are raised by the kind's offset.
+template <WeightKind kKind, int kDigits, int kTokens, int kOutputTiles>
+inline void add_block(const __m512i* const* quants, const char* digits, const float* numbers,
+                      const BlockScales<kOutputTiles>& scales, bool is_first, float* to) {
+  constexpr int64_t kDigitBytes = kTokens * kQuantBlock;
+  const auto number = [&](int which, int t) { return _mm512_set1_ps(numbers[which * kTokens + t]); };
+  const auto begin = [&](IntegerSums<kTokens, kOutputTiles>& sums, int added) {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 2
+      for (int o = 0; o < kOutputTiles; ++o)
+        sums[t][o] = quant_offset(kKind) == 0 ? _mm512_setzero_si512() : _mm512_castps_si512(number(added, t));
+  };
+  IntegerSums<kTokens, kOutputTiles> sums;
+  __m512 highest[kTokens][kOutputTiles];
+  if constexpr (kDigits == kFloatDigits) {
+    begin(sums, 4);
+    add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+    digits += kDigitBytes;
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 2
+      for (int o = 0; o < kOutputTiles; ++o)
+        highest[t][o] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[t][o]), number(3, t));
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 2
+    for (int o = 0; o < kOutputTiles; ++o) sums[t][o] = _mm512_setzero_si512();
+  add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int o = 0; o < kOutputTiles; ++o) {
+      sums[t][o] = _mm512_slli_epi32(sums[t][o], 8);
+      if constexpr (quant_offset(kKind) != 0)
+        sums[t][o] = _mm512_add_epi32(sums[t][o], _mm512_castps_si512(number(2, t)));
+    }
+  }
+  add_digit<kTokens, kOutputTiles>(quants, digits + kDigitBytes, sums);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int o = 0; o < kOutputTiles; ++o) {
+      const __m512 lower = _mm512_cvtepi32_ps(sums[t][o]);
+      const __m512 sum = kDigits == kFloatDigits ? _mm512_fmadd_ps(lower, number(1, t), highest[t][o])
+                                                 : _mm512_mul_ps(lower, number(1, t));
+      float* at = to + t * kOutputBlock + o * kTileOutputs;
+      __m512 acc = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(at);
+      acc = _mm512_fmadd_ps(_mm512_load_ps(scales.scales[o]), sum, acc);
+      if constexpr (has_mins(kKind)) acc = _mm512_fmadd_ps(_mm512_load_ps(scales.mins[o]), number(0, t), acc);
+      _mm512_storeu_ps(at, acc);
+    }
+  }
+}
+
+// Few tokens times sixteen outputs, over all blocks.
+template <WeightKind kKind, int kDigits, int kTokens>
+inline void multiply_directly(const TileRows<kKind>& rows, int64_t blocks, const char* digits, const float* numbers,
+                              float* results) {
+  RowScales scales;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t at = block % kScaleRun;
+    if (at == 0) rows.unpack_scales(block, blocks - block < kScaleRun ? blocks - block : kScaleRun, scales.scales, scales.mins);
+    __m512i quants[kBlockVectors];
+    rows.prefetch_ahead(block, 1);
+    unpack_unsigned(rows, block, quants);
+    const __m512i* of_tile[1] = {quants};
+    add_block<kKind, kDigits, kTokens, 1>(of_tile, digits, numbers, {{scales.scales[at]}, {scales.mins[at]}}, block == 0, results);
+    digits += kTokens * DigitTokens<kDigits>::kTokenBlockBytes;
+    numbers += kTokens * DigitTokens<kDigits>::kNumbers;
+  }
+}
+
+// Sixteen outputs over a run of blocks.
+struct UnpackedRun {
+  alignas(64) __m512i quants[kRunVectors][kBlockVectors];
+  alignas(64) float scales[kRunVectors][kTileOutputs];
+  alignas(64) float mins[kRunVectors][kTileOutputs];
+
+  template <WeightKind kKind>
+  void unpack(const TileRows<kKind>& rows, int64_t first, int64_t blocks, int64_t tiles) {
+    for (int64_t run = 0; run < blocks; run += kScaleRun) {
+      const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
+      rows.unpack_scales(first + run, count, scales + run, mins + run);
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
+      rows.prefetch_ahead(first + block, tiles);
+      unpack_unsigned(rows, first + block, quants[block]);
+    }
+  }
+};
+
+// A tile of tokens times one or two tiles of outputs, over a run of blocks.
+template <WeightKind kKind, int kDigits, int kTokens, int kOutputTiles>
+void multiply_run(const UnpackedRun* weights, bool is_first, int64_t blocks, const char* digits, const float* numbers,
+                  float* results) {
+  for (int64_t block = 0; block < blocks; ++block) {
+    const __m512i* quants[kOutputTiles];
+    BlockScales<kOutputTiles> scales;
+#pragma GCC unroll 2
+    for (int o = 0; o < kOutputTiles; ++o) {
+      quants[o] = weights[o].quants[block];
+      scales.scales[o] = weights[o].scales[block];
+      scales.mins[o] = weights[o].mins[block];
+    }
+    add_block<kKind, kDigits, kTokens, kOutputTiles>(quants, digits, numbers, scales, is_first && block == 0, results);
+    digits += kTokens * DigitTokens<kDigits>::kTokenBlockBytes;
+    numbers += kTokens * DigitTokens<kDigits>::kNumbers;
+  }
+}
+
+// Calls `use` with a number of tokens, at most kMost, as a constant.
+template <int64_t kMost, class F>
+inline void with_tokens(int64_t tokens, F use) {
+  switch (tokens) {
+    case 1: return use(std::integral_constant<int, 1>());
+    case 2: return use(std::integral_constant<int, 2>());
+    case 3: return use(std::integral_constant<int, 3>());
+    case 4: return use(std::integral_constant<int, 4>());
+    case 5: if constexpr (kMost >= 5) use(std::integral_constant<int, 5>()); return;
+    case 6: if constexpr (kMost >= 6) use(std::integral_constant<int, 6>()); return;
+  }
+}
+
+template <WeightKind kKind, int kDigits>
+void multiply_kind(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                   float* results) {
+  using Tokens = DigitTokens<kDigits>;
+  const Tokens shape(weight, tokens);
+  const auto digits = [&](int64_t tile, int64_t block) {
+    return reinterpret_cast<const char*>(packed) + shape.digits_offset(tile, block);
+  };
+  const auto numbers = [&](int64_t tile, int64_t block) { return packed + shape.numbers_offset(tile, block); };
+  if (tokens <= kDirectTokens) {
+    with_tokens<kDirectTokens>(tokens, [&](auto fixed) {
+      for (int64_t output = 0; output < outputs; output += kTileOutputs)
+        multiply_directly<kKind, kDigits, decltype(fixed)::value>(TileRows<kKind>(weight, first_output + output), shape.blocks,
+                                                                  digits(0, 0), numbers(0, 0), results + output);
+    });
+    return;
+  }
+  UnpackedRun unpacked[2];
+  const int64_t runs = (shape.blocks + kRunVectors - 1) / kRunVectors;
+  for (int64_t output = 0; output < outputs; output += 2 * kTileOutputs) {
+    const bool two = output + kTileOutputs < outputs;
+    const TileRows<kKind> rows[2] = {{weight, first_output + output},
+                                     {weight, first_output + output + (two ? kTileOutputs : 0)}};
+    for (int64_t run = 0; run < runs; ++run) {
+      const int64_t first = shape.blocks * run / runs, blocks = shape.blocks * (run + 1) / runs - first;
+      for (int i = 0; i < (two ? 2 : 1); ++i) unpacked[i].unpack(rows[i], first, blocks, 2);
+      for (int64_t tile = 0; tile < shape.tiles; ++tile) {
+        float* to = results + shape.first_token(tile) * kOutputBlock + output;
+        with_tokens<Tokens::kMostTokens>(shape.height(tile), [&](auto fixed) {
+          constexpr int kTokens = decltype(fixed)::value;
+          if (two) {
+            multiply_run<kKind, kDigits, kTokens, 2>(unpacked, first == 0, blocks, digits(tile, first), numbers(tile, first), to);
+          } else {
+            multiply_run<kKind, kDigits, kTokens, 1>(unpacked, first == 0, blocks, digits(tile, first), numbers(tile, first), to);
+          }
+        });
+      }
+    }
+  }
+}
+
+template <int kDigits>
+void digits_product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
+                    float* results) {
+  with_quantized(weight.kind, [&](auto kind) {
+    multiply_kind<decltype(kind)::value, kDigits>(weight, packed, tokens, first_output, outputs, results);
+  });
+}
+
+}  // namespace
+}  // namespace jaxkv
