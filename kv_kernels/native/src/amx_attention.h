@@ -7,9 +7,9 @@
 
 #include <cstring>
 
-#include "amx_quick.h"
+#include "bf16_functions.h"
 #include "amx_tile.h"
-#include "amx_transpose.h"
+#include "bf16_rows.h"
 #include "attention_kernel.h"
 #include "simd_avx512.h"
 

@@ -2,9 +2,9 @@
 // they are rounded and turned to rows of tokens.
 #pragma once
 
-#include "amx_quick.h"
+#include "bf16_functions.h"
 #include "amx_tile.h"
-#include "amx_transpose.h"
+#include "bf16_rows.h"
 #include "quant_rows.h"
 
 namespace jaxkv {

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "amx_tile.h"
-#include "amx_transpose.h"
+#include "bf16_rows.h"
 #include "quant_rows.h"
 #include "simd_avx512.h"
 #include "weight_rows.h"

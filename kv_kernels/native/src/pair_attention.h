@@ -1,0 +1,140 @@
+// Attention of bfloat16 queries over bfloat16 pools on vectors of pairs: scores and weighed values in bfloat16 summed in
+// float32, the softmax in float32. A block's weights are rounded to bfloat16 where they meet the values; their sum is
+// taken before.
+#pragma once
+
+#include <cstring>
+
+#include "attention_kernel.h"
+#include "bf16_functions.h"
+#include "bf16_rows.h"
+#include "combine.h"
+#include "simd_avx512.h"
+
+namespace jaxkv {
+namespace {
+
+constexpr int64_t kPairStep = 32;  // numbers of a vector
+
+inline bool in_pairs(const Attention& a) {
+  return a.q_type == Element::kBF16 && a.pool_type == Element::kBF16 && a.head_dim % kPairStep == 0;
+}
+
+// Where a number of `combine` is a pair of bfloat16: the sum of two products is added at once.
+struct PairSimd : Avx512Simd {
+  static V fma(V a, V b, V sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
+struct PairBlock : SoftmaxScratch<Avx512Simd> {
+  using Simd = Avx512Simd;
+  float *keys;      // [head_dim / 2][kKeyBlock] pairs of dimensions
+  float *values;    // [kKeyBlock / 2][head_dim] pairs of keys
+  float *queries;   // [rows][head_dim / 2] pairs of dimensions
+  float *shares;    // [rows][kKeyBlock / 2] pairs of keys
+  float *query;     // [head_dim]
+  uint16_t *zeros;  // [head_dim]
+
+  PairBlock(const Attention& a, int64_t tokens, float* memory) : SoftmaxScratch<Avx512Simd>(a, tokens, memory) {
+    keys = take(a.head_dim / 2 * kKeyBlock);
+    values = take(kKeyBlock / 2 * a.head_dim);
+    queries = take(rows * a.head_dim / 2);
+    shares = take(rows * kKeyBlock / 2);
+    query = take(a.head_dim);
+    zeros = reinterpret_cast<uint16_t*>(take(a.head_dim / 2));
+  }
+
+  void begin(const Attention& a, const QueryTile& tile, int64_t kv_head) const {
+    std::memset(zeros, 0, static_cast<size_t>(a.head_dim) * 2);
+    for (int64_t row = 0; row < rows; ++row) {
+      load_query<Avx512Simd>(a, tile, kv_head, row, a.head_dim, query);
+      narrow_row(query, a.head_dim, queries + row * a.head_dim / 2);
+    }
+  }
+  void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
+  void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
+
+  void score(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
+             int64_t padded, KeysAhead& ahead) const {
+    load(a, tile, kv_head, first, count, padded, ahead);
+    combine<PairSimd>(rows, nullptr, queries, a.head_dim / 2, keys, kKeyBlock, a.head_dim / 2, scores, kKeyBlock,
+                      padded);
+  }
+  template <class F>
+  void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t padded, KeysAhead& ahead,
+              F visible_to) const {
+    softmax_rows<Avx512Simd>(a, *this, sums, padded, ahead, visible_to, quick_exp);
+    for (int64_t row = 0; row < rows; ++row) {
+      float* weights = scores + row * kKeyBlock;
+      for (int64_t i = padded; i < (padded + kPairStep - 1) / kPairStep * kPairStep; ++i) weights[i] = 0;
+      narrow_row(weights, padded, shares + row * kKeyBlock / 2);
+    }
+  }
+  void weigh(int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead&) const {
+    combine<PairSimd>(rows, shrink, shares, kKeyBlock / 2, values, stride, (count + 1) / 2, sums.acc, stride, stride);
+  }
+
+ private:
+  // Numbers as pairs of those that follow each other; the last whole vector of them is read.
+  static void narrow_row(const float* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += kPairStep)
+      _mm512_storeu_si512(to + i / 2, narrowed(_mm512_loadu_ps(from + i), _mm512_loadu_ps(from + i + 16)));
+  }
+
+  // `count` keys and their values; zeros after them and for pages that were given back.
+  void load(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count, int64_t padded,
+            KeysAhead& ahead) const {
+    const uint16_t *key_rows[kKeyBlock], *value_rows[kKeyBlock];
+    const int64_t oldest = tile.oldest_key(a.window) - first, unseen = oldest < 0 ? 0 : oldest < count ? oldest : count;
+    for (int64_t i = 0; i < padded; ++i)
+      if (i < unseen || i >= count) key_rows[i] = value_rows[i] = zeros;
+    int64_t key = unseen;
+    for_pages(a, tile, first + unseen, first + count, [&](int64_t slot, int64_t number) {
+      for (int64_t i = slot; i < slot + number; ++i, ++key) {
+        const int64_t at = (i * a.kv_heads + kv_head) * a.head_dim;
+        key_rows[key] = static_cast<const uint16_t*>(a.k) + at;
+        value_rows[key] = static_cast<const uint16_t*>(a.v) + at;
+      }
+    });
+    for (int64_t begin = 0; begin < padded; begin += 16) {
+      for (int64_t d = 0; d < a.head_dim; d += kPairStep) {
+        __m512i v[16];
+        for (int i = 0; i < 16; ++i) v[i] = _mm512_loadu_si512(key_rows[begin + i] + d);
+        ahead.ask(16);
+        transpose(v);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(keys + (d / 2 + i) * kKeyBlock + begin, v[i]);
+      }
+    }
+    const __m512i left = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), right = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int64_t pair = 0; pair < (count + 1) / 2; ++pair) {
+      for (int64_t d = 0; d < a.head_dim; d += kPairStep) {
+        const __m512i even = _mm512_loadu_si512(value_rows[2 * pair] + d);
+        const __m512i odd = _mm512_loadu_si512(value_rows[2 * pair + 1] + d);
+        const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+        float* to = values + pair * a.head_dim + d;
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, left, high));
+        _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi64(low, right, high));
+      }
+    }
+  }
+};
+
+int64_t pair_attend_scratch(const Attention& a, int64_t tokens) {
+  if (!in_pairs(a)) return avx512_kernels().attend_scratch(a, tokens);
+  return attend_scratch<PairBlock>(a, tokens);
+}
+
+void pair_attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* scratch) {
+  if (!in_pairs(a)) return avx512_kernels().attend(a, tile, heads, next, scratch);
+  attend<PairBlock>(a, tile, heads, next, scratch);
+}
+
+void pair_attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, NextKeys next,
+                       float* partials, float* scratch) {
+  if (!in_pairs(a)) return avx512_kernels().attend_split(a, tile, heads, split, next, partials, scratch);
+  attend_split<PairBlock>(a, tile, heads, split, next, partials, scratch);
+}
+
+}  // namespace
+}  // namespace jaxkv
