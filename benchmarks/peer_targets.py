@@ -42,8 +42,10 @@ class Target(NamedTuple):
 
 
 FLOAT32 = "jaxkv.float32"
-STORED = ("jaxkv.stored", "jaxkv.stored_bf16")
-"""On the file as it is, activations in float32 and in bfloat16; each is held to the same targets."""
+STORED = ("jaxkv.stored", "jaxkv.stored_bf16", "jaxkv.stored_int8")
+"""On the file as it is, activations in float32, in bfloat16, and rounded to 8 bits where they meet quantized weights; each
+is held to the same targets.
+"""
 
 LLAMA, ANY = "llama_cpp.stored", ""
 

@@ -42,6 +42,8 @@ ENGINES = {
     # Sixteen bits of K/V beside quantized weights, as the peers have it by default.
     "jaxkv.stored": Engine(Jaxkv, None, {"kv": "float16"}),
     "jaxkv.stored_bf16": Engine(Jaxkv, None, {"kv": "bfloat16", "dtype": "bfloat16"}),
+    # What llama.cpp and openvino-genai do with activations by default.
+    "jaxkv.stored_int8": Engine(Jaxkv, None, {"kv": "bfloat16", "dtype": "bfloat16", "int8": True}),
     "jaxkv.float32": Engine(Jaxkv, "float32", {"kv": "float32"}, traces=False),
     "llama_cpp.stored": Engine(LlamaCpp, None, THREADED),
     "llama_cpp.float32": Engine(LlamaCpp, "float32", THREADED, traces=False),

@@ -83,12 +83,15 @@ class Clock:
 class Jaxkv:
     """This engine: as a server would set it up, or no larger than a workload needs, as `jaxkv generate` does."""
 
-    def __init__(self, path: Path, *, kv: str, dtype: str = "float32", only: Workload | None = None) -> None:
+    def __init__(
+        self, path: Path, *, kv: str, dtype: str = "float32", int8: bool = False, only: Workload | None = None
+    ) -> None:
         import jax
         import jax.numpy as jnp
 
         from kv_common import __version__
         from kv_execution import EngineConfig, PagedEngine
+        from kv_kernels.selection import ProviderError
         from models import load_model
 
         model = load_model(path, dtype=dtype)
@@ -104,8 +107,12 @@ class Jaxkv:
             max_requests=rows,
             max_step_tokens=step_tokens,
             max_context=min(context, spec.max_context),
+            int8_activations=int8,
         )
-        engine = PagedEngine(model, config)
+        try:
+            engine = PagedEngine(model, config)
+        except ProviderError as error:  # not every CPU gains by what an arm asks for
+            raise PeerError(str(error)) from None
         plan = engine.init_paged_runtime()
         if only is None:
             shapes = engine.warmup_paged()

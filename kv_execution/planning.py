@@ -53,6 +53,7 @@ def plan_for(model: CausalModel, config: EngineConfig) -> Planned:
         tokens_per_page=config.tokens_per_page,
         window=spec.attention_window,
         soft_cap=spec.attention_soft_cap,
+        int8_activations=config.int8_activations,
     )
     max_context = config.max_context or spec.max_context
     # No request is longer than the pool, but where pages behind a window are given back.

@@ -19,7 +19,10 @@ from kv_kernels.weights import LayerIndex, StoredWeight, Weight
 
 @dataclass(frozen=True)
 class KernelNeeds:
-    """What a model and its cache ask of a provider; `window` and `soft_cap` are None where no layer has one."""
+    """What a model and its cache ask of a provider; `window` and `soft_cap` are None where no layer has one.
+
+    With `int8_activations` activations are to be rounded to 8 bits where quantized weights meet them.
+    """
 
     platform: str
     kv_dtype: str
@@ -29,6 +32,7 @@ class KernelNeeds:
     tokens_per_page: int
     window: int | None = None
     soft_cap: float | None = None
+    int8_activations: bool = False
 
 
 class PlanShape(NamedTuple):

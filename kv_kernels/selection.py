@@ -67,7 +67,7 @@ def _pallas(needs: KernelNeeds) -> KernelProvider:
 
 
 _PROVIDERS: dict[str, Callable[[KernelNeeds], KernelProvider]] = {
-    "native": lambda needs: NativeProvider(),
+    "native": lambda needs: NativeProvider(needs.int8_activations),
     "flashinfer": FlashInferProvider,
     "aiter": lambda needs: AiterProvider(),
     "pallas": _pallas,
@@ -76,11 +76,17 @@ _PROVIDERS: dict[str, Callable[[KernelNeeds], KernelProvider]] = {
 """Makes a provider the way it would serve a model."""
 
 
+def _unsupported(provider: KernelProvider, needs: KernelNeeds) -> str | None:
+    if needs.int8_activations and provider.name != "native":
+        return "it multiplies activations as they are: leave int8_activations out"
+    return provider.unsupported(needs)
+
+
 def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvider:
     """The provider for `needs`; `requested` is `auto` or a provider's name. Raises ProviderError."""
     order = _PREFERENCE.get(needs.platform, _ANY_PLATFORM)
     providers = {name: _PROVIDERS[name](needs) for name in order}
-    reasons = {name: provider.unsupported(needs) for name, provider in providers.items()}
+    reasons = {name: _unsupported(provider, needs) for name, provider in providers.items()}
     able = [name for name in order if reasons[name] is None]
     if requested == "auto":
         if not able:
@@ -95,7 +101,7 @@ def choose_provider(needs: KernelNeeds, requested: str = "auto") -> ChosenProvid
         if requested not in _PROVIDERS:
             raise ProviderError(f"unknown provider {requested!r}; choose auto or one of {', '.join(_PROVIDERS)}")
         provider = _PROVIDERS[requested](needs)
-        reason = provider.unsupported(needs)
+        reason = _unsupported(provider, needs)
         if reason is not None:
             remedy = f"use provider {able[0]!r}" if able else "no other provider serves it either"
             raise ProviderError(f"provider {requested!r} cannot serve this model: {reason}; {remedy}")

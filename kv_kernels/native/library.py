@@ -63,6 +63,11 @@ class NativeLibrary:
         self._library.jaxkv_set_level(current)
         return able
 
+    @property
+    def has_int8_products(self) -> bool:
+        """Whether that instruction set can multiply activations rounded to 8 bits, and gains by it."""
+        return bool(self._library.jaxkv_has_int8_products())
+
     def set_threads(self, threads: int) -> None:
         """Use at most `threads` threads of XLA's pool; 0 for all of them."""
         self._library.jaxkv_set_threads(threads)

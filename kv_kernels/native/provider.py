@@ -51,7 +51,12 @@ def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NativeProvider:
-    """C++ kernels; float32, bfloat16 and float16 pools, any head_dim, group size, page size, window and soft cap."""
+    """C++ kernels; float32, bfloat16 and float16 pools, any head_dim, group size, page size, window and soft cap.
+
+    With `int8_activations` x is rounded to 8 bits, 32 numbers with one scale, where weights of 4 or 8 bits meet it.
+    """
+
+    int8_activations: bool = False
 
     @property
     def name(self) -> str:
@@ -65,9 +70,11 @@ class NativeProvider:
         if needs.num_heads % needs.num_kv_heads:
             return f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} K/V heads"
         try:
-            load_library()
+            library = load_library()
         except NativeUnavailableError as error:
             return str(error)
+        if needs.int8_activations and not library.has_int8_products:
+            return f"its kernels for {library.level} gain nothing by int8_activations: leave them out"
         return None
 
     def plan(self, table: KvPageTableV1, shape: PlanShape) -> NativePlan:
@@ -135,6 +142,7 @@ class NativeProvider:
                 norm_eps=np.float32(-1 if norm is None else norm.eps),
                 has_residual=residual is not None,
                 activation=activation or "",
+                int8_x=self.int8_activations,
             )
         )
 
@@ -188,7 +196,9 @@ class NativeProvider:
     def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
         operands = [norm.weight, *jax.tree.leaves(matrix.weight), *([] if matrix.bias is None else [matrix.bias])]
         call = _call("jaxkv_most_likely", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))
-        out: jax.Array = call(x, _index(0), *operands, kind=_stored(matrix), norm_eps=np.float32(norm.eps))
+        out: jax.Array = call(
+            x, _index(0), *operands, kind=_stored(matrix), norm_eps=np.float32(norm.eps), int8_x=self.int8_activations
+        )
         return out
 
     def argmax(self, scores: jax.Array) -> jax.Array:

@@ -80,3 +80,5 @@ int jaxkv_set_level(const char* name) {
   }
   return 1;
 }
+
+int jaxkv_has_int8_products() { return jaxkv::kernels().int8_products.product != nullptr; }

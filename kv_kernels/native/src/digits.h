@@ -1,8 +1,8 @@
 // Numbers as exact integers: a block of 32 as digits of eight bits, which integer instructions multiply with quants.
 //
-// A block is rounded to integers times a power of two: with three digits its largest number is kept to 2^-23 of itself,
-// with two to 2^-15. Sums of a block's digits times quants are exact, in any order. A block with a number that is not finite
-// gives nan, and one whose numbers are all below 2^-100 counts as zeros.
+// A block is rounded to integers times a step: with three digits its largest number is kept to 2^-23 of itself, with two to
+// 2^-15, with one to 1/254. Sums of a block's digits times quants are exact, in any order. A block with a number that is not
+// finite gives nan, and one whose numbers are all below 2^-100 counts as zeros.
 #pragma once
 
 #include <immintrin.h>
@@ -15,10 +15,13 @@ namespace {
 
 constexpr int kFloatDigits = 3;     // keep what float32 keeps
 constexpr int kBfloat16Digits = 2;  // keep numbers of bfloat16 that are above 2^-8 of their block's largest as they are
+constexpr int kByteDigits = 1;
 
-// A power of two that makes integers of kDigits digits of numbers up to `largest`, with a highest digit below 128; or 0.
+// What makes integers of kDigits digits of numbers up to `largest`, with a highest digit below 128; or 0. Of more than one
+// digit it is a power of two, so that numbers of few bits stay what they are.
 template <int kDigits>
 inline float integer_scale(float largest) {
+  if constexpr (kDigits == kByteDigits) return largest < 0x1p-100f ? 0.0f : 127.0f / largest;
   const float above = largest * (128.0f / 127.0f);
   uint32_t bits;
   std::memcpy(&bits, &above, sizeof bits);
@@ -42,7 +45,7 @@ template <int kDigits>
 struct BlockDigits {
   __m512i digits[kDigits][2];  // lowest first, of the first and the second half
   float place;                 // what a lowest digit of one counts
-  float sum;                   // of the numbers: as they were, or of two digits as they were rounded
+  float sum;                   // of the numbers: as they were, or of fewer than three digits as they were rounded
 
   explicit BlockDigits(const float* from) {
     const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
@@ -65,16 +68,17 @@ struct BlockDigits {
       digits[digit][1] = take_digit(&m);
     }
   }
-  // Of the two lowest digits, and of the third.
+  // Of the two lowest digits, or of the only one; and of the third.
   int32_t lower_sum() const {
-    return kDigits == kBfloat16Digits ? total : digit_sum(1) * 256 + digit_sum(0);
+    if constexpr (kDigits == kFloatDigits) return digit_sum(1) * 256 + digit_sum(0);
+    return total;
   }
   int32_t digit_sum(int digit) const {
     return _mm512_reduce_add_epi32(_mm512_add_epi32(digits[digit][0], digits[digit][1]));
   }
 
  private:
-  int32_t total;  // of two digits
+  int32_t total;  // of fewer than three digits
 };
 
 }  // namespace

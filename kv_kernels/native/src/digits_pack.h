@@ -19,9 +19,9 @@ struct DigitTokens {
   // Tokens of a tile, whose sums with two tiles of outputs stay in registers.
   static constexpr int64_t kMostTokens = 6;
   static constexpr int64_t kTokenBlockBytes = kDigits * kQuantBlock;
-  // The sum of x; what the two lowest digits count, together; an integer that takes the offset of the quants off their
-  // sum; and the last two for the third digit, if there is one.
-  static constexpr int64_t kNumbers = kDigits == kBfloat16Digits ? 3 : 5;
+  // The sum of x; what the two lowest digits, or the only one, count; an integer that takes the offset of the quants off
+  // their sum; and the last two for the third digit, if there is one.
+  static constexpr int64_t kNumbers = kDigits == kFloatDigits ? 5 : 3;
 
   DigitTokens(const WeightView& weight, int64_t tokens_)
       : tokens(tokens_), tiles((tokens + kMostTokens - 1) / kMostTokens), blocks(weight.in_features / kQuantBlock) {}

@@ -68,21 +68,26 @@ inline void add_block(const __m512i* const* quants, const char* digits, const fl
       for (int o = 0; o < kOutputTiles; ++o)
         highest[t][o] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[t][o]), number(3, t));
   }
+  if constexpr (kDigits == kByteDigits) {
+    begin(sums, 2);
+  } else {
 #pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t)
+    for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
-    for (int o = 0; o < kOutputTiles; ++o) sums[t][o] = _mm512_setzero_si512();
-  add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+      for (int o = 0; o < kOutputTiles; ++o) sums[t][o] = _mm512_setzero_si512();
+    add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+    digits += kDigitBytes;
 #pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) {
+    for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-    for (int o = 0; o < kOutputTiles; ++o) {
-      sums[t][o] = _mm512_slli_epi32(sums[t][o], 8);
-      if constexpr (quant_offset(kKind) != 0)
-        sums[t][o] = _mm512_add_epi32(sums[t][o], _mm512_castps_si512(number(2, t)));
+      for (int o = 0; o < kOutputTiles; ++o) {
+        sums[t][o] = _mm512_slli_epi32(sums[t][o], 8);
+        if constexpr (quant_offset(kKind) != 0)
+          sums[t][o] = _mm512_add_epi32(sums[t][o], _mm512_castps_si512(number(2, t)));
+      }
     }
   }
-  add_digit<kTokens, kOutputTiles>(quants, digits + kDigitBytes, sums);
+  add_digit<kTokens, kOutputTiles>(quants, digits, sums);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2

@@ -164,6 +164,7 @@ struct Kernels {
   const char* name;
   ProductKernels products;       // to float32's accuracy
   ProductKernels bf16_products;  // of x in bfloat16: the same, or both sides rounded to it where that is faster
+  ProductKernels int8_products;  // of x that may be rounded to 8 bits a block; none where that is not faster
   // Where the largest of `count` numbers is, the first of equals, if it is above *best, which it then becomes; else -1.
   // nan is less than all, infinity the largest float.
   int64_t (*argmax)(const float* x, int64_t count, float* best);

@@ -1,5 +1,5 @@
 // CPUs that multiply bytes (VNNI) and pairs of bf16 in vectors, but have no matrix tiles: quantized weights in exact
-// integers, of two digits where x is bfloat16, and attention in bfloat16. All else is the AVX-512 level's.
+// integers, of two digits where x is bfloat16 and of one on request, and attention in bfloat16. All else is the AVX-512 level's.
 #include "digits_product.h"
 #include "pair_attention.h"
 
@@ -39,6 +39,7 @@ const Kernels& avx512_bf16_kernels() {
     kernels.name = "avx512_bf16";
     kernels.products = products<kFloatDigits>();
     kernels.bf16_products = products<kBfloat16Digits>();
+    kernels.int8_products = products<kByteDigits>();
     kernels.attend = pair_attend;
     kernels.attend_split = pair_attend_split;
     kernels.attend_scratch = pair_attend_scratch;

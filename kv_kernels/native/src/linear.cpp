@@ -85,10 +85,10 @@ std::vector<std::string_view> words(std::string_view list) {
 // weight, or where there is an activation one array, activation(x times the first) * (x times the second).
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
                   ffi::RemainingRets outs, std::string_view kinds, float norm_eps, bool has_residual,
-                  std::string_view activation) {
+                  std::string_view activation, bool int8_x) {
   Checker check("linear");
   PartReader reader(check, layer, parts);
-  Call call = read_x(check, reader, x, norm_eps);
+  Call call = read_x(check, reader, x, norm_eps, int8_x);
   ffi::AnyBuffer residual = x;
   if (has_residual) residual = reader.array("residual");
   const bool gated = !activation.empty();
@@ -149,4 +149,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_linear, jaxkv::linear,
                                   .Attr<std::string_view>("kinds")
                                   .Attr<float>("norm_eps")
                                   .Attr<bool>("has_residual")
-                                  .Attr<std::string_view>("activation"));
+                                  .Attr<std::string_view>("activation")
+                                  .Attr<bool>("int8_x"));

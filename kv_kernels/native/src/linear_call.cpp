@@ -37,8 +37,9 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
 
 }  // namespace
 
-Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps) {
+Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps, bool int8_x) {
   Call call{};
+  call.int8_x = int8_x;
   if (!check.shape("x", x, {kAny, kAny}) || !check.floating("x", x, &call.x_type)) return call;
   call.x = x.untyped_data();
   call.tokens = x.dimensions()[0];

@@ -33,14 +33,19 @@ struct Call {
   int64_t chunk;   // outputs of a task
   int64_t chunks;  // tasks of a token block
 
+  bool int8_x;  // x may be rounded
+
   const ProductKernels& products() const {
-    return x_type == Element::kBF16 ? kernels().bf16_products : kernels().products;
+    const Kernels& level = kernels();
+    if (int8_x && level.int8_products.product != nullptr) return level.int8_products;
+    return x_type == Element::kBF16 ? level.bf16_products : level.products;
   }
   int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }
 };
 
-// A call of x [tokens, in] and, where norm_eps >= 0, the norm's weight f32 [in], the next of the parts.
-Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps);
+// A call of x [tokens, in] and, where norm_eps >= 0, the norm's weight f32 [in], the next of the parts. x may be rounded to
+// 8 bits a block where quantized weights meet it, if `int8_x`.
+Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps, bool int8_x);
 
 // Adds a matrix [out, in] and its bias f32 [out], as a word like "q4_1" or "dense+bias" says.
 void read_matrix(Checker& check, PartReader& reader, std::string_view kind, Call& call);

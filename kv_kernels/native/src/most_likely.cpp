@@ -36,10 +36,11 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
 // x [tokens, in], layer i32 [], the norm's weight f32 [in] where norm_eps >= 0, a weight [out, in] as `kind` says, and its
 // bias f32 [out] where that says so: see `linear`. Gives i32 [tokens], -1 where no output is above minus infinity.
 ffi::Error most_likely(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
-                       ffi::Result<ffi::AnyBuffer> out, std::string_view kind, float norm_eps) {
+                       ffi::Result<ffi::AnyBuffer> out, std::string_view kind, float norm_eps,
+                       bool int8_x) {
   Checker check("most_likely");
   PartReader reader(check, layer, parts);
-  Call call = read_x(check, reader, x, norm_eps);
+  Call call = read_x(check, reader, x, norm_eps, int8_x);
   read_matrix(check, reader, kind, call);
   reader.require_all_read();
   if (check.failed() ||
@@ -78,4 +79,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_most_likely, jaxkv::most_likely,
                                   .RemainingArgs()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<std::string_view>("kind")
-                                  .Attr<float>("norm_eps"));
+                                  .Attr<float>("norm_eps")
+                                  .Attr<bool>("int8_x"));
