@@ -129,23 +129,21 @@ struct UnpackedRun {
   alignas(64) float mins[kRunVectors][kTileOutputs];
 
   template <WeightKind kKind>
-  void unpack(const TileRows<kKind>& rows, int64_t first, int64_t blocks, int64_t tiles) {
+  void unpack(const TileRows<kKind>& rows, int64_t first, int64_t blocks) {
     for (int64_t run = 0; run < blocks; run += kScaleRun) {
       const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
       rows.unpack_scales(first + run, count, scales + run, mins + run);
     }
-    for (int64_t block = 0; block < blocks; ++block) {
-      rows.prefetch_ahead(first + block, tiles);
-      unpack_unsigned(rows, first + block, quants[block]);
-    }
+    for (int64_t block = 0; block < blocks; ++block) unpack_unsigned(rows, first + block, quants[block]);
   }
 };
 
 // A tile of tokens times one or two tiles of outputs, over a run of blocks.
 template <WeightKind kKind, int kDigits, int kTokens, int kOutputTiles>
 void multiply_run(const UnpackedRun* weights, bool is_first, int64_t blocks, const char* digits, const float* numbers,
-                  float* results) {
+                  float* results, RowsAhead& ahead, int64_t lines) {
   for (int64_t block = 0; block < blocks; ++block) {
+    ahead.ask(lines);
     const __m512i* quants[kOutputTiles];
     BlockScales<kOutputTiles> scales;
 #pragma GCC unroll 2
@@ -196,17 +194,19 @@ void multiply_kind(const WeightView& weight, const float* packed, int64_t tokens
     const bool two = output + kTileOutputs < outputs;
     const TileRows<kKind> rows[2] = {{weight, first_output + output},
                                      {weight, first_output + output + (two ? kTileOutputs : 0)}};
+    RowsAhead ahead(weight, first_output + output + 2 * kTileOutputs, 2 * kTileOutputs);
+    const int64_t lines = (ahead.lines() + shape.tiles * shape.blocks - 1) / (shape.tiles * shape.blocks);
     for (int64_t run = 0; run < runs; ++run) {
       const int64_t first = shape.blocks * run / runs, blocks = shape.blocks * (run + 1) / runs - first;
-      for (int i = 0; i < (two ? 2 : 1); ++i) unpacked[i].unpack(rows[i], first, blocks, 2);
+      for (int i = 0; i < (two ? 2 : 1); ++i) unpacked[i].unpack(rows[i], first, blocks);
       for (int64_t tile = 0; tile < shape.tiles; ++tile) {
         float* to = results + shape.first_token(tile) * kOutputBlock + output;
         with_tokens<Tokens::kMostTokens>(shape.height(tile), [&](auto fixed) {
           constexpr int kTokens = decltype(fixed)::value;
           if (two) {
-            multiply_run<kKind, kDigits, kTokens, 2>(unpacked, first == 0, blocks, digits(tile, first), numbers(tile, first), to);
+            multiply_run<kKind, kDigits, kTokens, 2>(unpacked, first == 0, blocks, digits(tile, first), numbers(tile, first), to, ahead, lines);
           } else {
-            multiply_run<kKind, kDigits, kTokens, 1>(unpacked, first == 0, blocks, digits(tile, first), numbers(tile, first), to);
+            multiply_run<kKind, kDigits, kTokens, 1>(unpacked, first == 0, blocks, digits(tile, first), numbers(tile, first), to, ahead, lines);
           }
         });
       }

@@ -28,7 +28,7 @@ void product(const WeightView& weight, const float* packed, int64_t tokens, int6
 
 template <int kDigits>
 constexpr ProductKernels products() {
-  return {96, packed_size<kDigits>, pack<kDigits>, product<kDigits>};
+  return {kTokenBlock / kDigits, packed_size<kDigits>, pack<kDigits>, product<kDigits>};
 }
 
 }  // namespace
