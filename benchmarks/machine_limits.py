@@ -1,10 +1,10 @@
 """What the machine itself can do: bytes read and multiply-adds done in a second, by loops that are no engine's.
 
 Each limit is measured in more than one way and is the best of them: numpy's own BLAS always, and two short C loops
-where there is a compiler (reads with nothing else, and multiply-adds that never leave the registers). A CPU with matrix
-tiles, or with vectors of pairs, multiplies bfloat16 faster than float32, which is a limit of its own. All threads work
-at once, and a read is timed over as many bytes as a step of the model reads, so that caches that help a step help the
-limit too.
+where there is a compiler (reads with nothing else, and multiply-adds that never leave the registers). Matrix tiles and
+vectors of pairs multiply bfloat16 faster than float32, and vectors of bytes are faster still: limits of their own. All
+threads work at once, and a read is timed over as many bytes as a step of the model reads, so that caches that help a
+step help the limit too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MATRIX = 2048
 FMA_ROUNDS = 50_000_000
 FMA_CHAINS = 12
 TILE_ROUNDS = 2_000_000
-PAIR_ROUNDS = 50_000_000
+VECTOR_ROUNDS = 50_000_000
 BLAS_SPINS_S = 0.1  # and more, after a product: its threads would take a core from what is measured next
 
 SOURCE = """
@@ -98,6 +98,24 @@ double pair_multiply_add(long rounds) {
 #else
 double pair_multiply_add(long rounds) { (void)rounds; return 0; }
 #endif
+
+/* The same of bytes, summed in integers of 32 bits. */
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+double byte_multiply_add(long rounds) {
+  __m512i a[12], x = _mm512_set1_epi8(3), y = x;
+  for (int j = 0; j < 12; ++j) a[j] = _mm512_set1_epi32(j);
+  for (long i = 0; i < rounds; ++i) {
+    __asm__ volatile("" : "+v"(x), "+v"(y));
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) a[j] = _mm512_dpbusd_epi32(a[j], x, y);
+  }
+  for (int j = 0; j < 12; ++j) __asm__ volatile("" : : "v"(a[j]));
+  return 12.0 * 2 * 64 * (double)rounds;
+}
+#else
+double byte_multiply_add(long rounds) { (void)rounds; return 0; }
+#endif
 """
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
 
@@ -145,9 +163,16 @@ class MachineLimits:
 
     def bf16_multiply_adds(self) -> dict[str, float]:
         """The same in bfloat16, in matrix tiles and in vectors of pairs; empty where there are neither."""
-        loops, found = self._loops, {}
-        for name, rounds in {"tile": TILE_ROUNDS, "pair": PAIR_ROUNDS}.items() if loops is not None else ():
-            call = getattr(loops, f"{name}_multiply_add")
+        return self._operations({"tile": TILE_ROUNDS, "pair": VECTOR_ROUNDS})
+
+    def int8_multiply_adds(self) -> dict[str, float]:
+        """The same of bytes, in vectors; empty where there are none."""
+        return self._operations({"byte": VECTOR_ROUNDS})
+
+    def _operations(self, rounds_of: dict[str, int]) -> dict[str, float]:
+        found = {}
+        for name, rounds in rounds_of.items() if self._loops is not None else ():
+            call = getattr(self._loops, f"{name}_multiply_add")
             if operations := call(rounds // 100) * 100:
                 seconds = self._seconds(lambda _, call=call, rounds=rounds: call(rounds), [None] * self._threads)
                 found[f"{name}s"] = operations * self._threads / seconds
@@ -173,7 +198,7 @@ def compiled_loops() -> ctypes.CDLL | None:
         loops = ctypes.CDLL(str(library))
     loops.read_all.restype = loops.multiply_add.restype = ctypes.c_float
     loops.read_all.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    loops.tile_multiply_add.restype = loops.pair_multiply_add.restype = ctypes.c_double
-    loops.tile_multiply_add.argtypes = loops.pair_multiply_add.argtypes = (ctypes.c_long,)
+    for call in (loops.tile_multiply_add, loops.pair_multiply_add, loops.byte_multiply_add):
+        call.restype, call.argtypes = ctypes.c_double, (ctypes.c_long,)
     loops.multiply_add.argtypes = (ctypes.c_long, ctypes.c_float)
     return loops

@@ -169,11 +169,19 @@ class Comparison:
         return found
 
     def _measure_machine(self) -> None:
-        found = {f"multiply_adds.{method}": value for method, value in self._machine.multiply_adds().items()}
-        found |= {f"bf16_multiply_adds.{method}": value for method, value in self._machine.bf16_multiply_adds().items()}
+        machine = self._machine
+        found = {
+            f"{kind}.{method}": value
+            for kind, measure in (
+                ("multiply_adds", machine.multiply_adds),
+                ("bf16_multiply_adds", machine.bf16_multiply_adds),
+                ("int8_multiply_adds", machine.int8_multiply_adds),
+            )
+            for method, value in measure().items()
+        }
         sizes = {_weights(engine): costs.weight_bytes for engine, costs in self._costs.items()}
         for size, read_bytes in {**sizes, "memory": MEMORY_BYTES}.items():
-            by_method = self._machine.read_bandwidth(read_bytes)
+            by_method = machine.read_bandwidth(read_bytes)
             found |= {f"read_bandwidth.{size}.{method}": value for method, value in by_method.items()}
         for name, value in found.items():
             self._machine_passes.setdefault(name, []).append(value)
@@ -181,11 +189,16 @@ class Comparison:
     def _note_limits(self, name: str, workload: Workload) -> None:
         """The machine's limits for our engines: medians over the passes so far, of the best method.
 
-        Blocks of 4 or 8 bits are exact in bfloat16, and so may use what multiplies that; float32 weights may not.
+        Blocks of 4 or 8 bits are exact in bfloat16, and so may use what multiplies that, which float32 weights may not;
+        what multiplies bytes is for activations of 8 bits.
         """
         for engine, costs in self._costs.items():
             weights = _weights(engine)
-            kinds = ("multiply_adds.",) if weights == "float32" else ("multiply_adds.", "bf16_multiply_adds.")
+            kinds = ["multiply_adds."]
+            if weights != "float32":
+                kinds.append("bf16_multiply_adds.")
+            if weights == "stored_int8":
+                kinds.append("int8_multiply_adds.")
             bandwidth, flops = self._best(f"read_bandwidth.{weights}."), max(map(self._best, kinds))
             limits = limits_of(name, workload, costs, bandwidth, flops)
             self.limits.setdefault(engine, {}).update({f"{name}.{key}": value for key, value in limits.items()})

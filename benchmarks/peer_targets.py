@@ -43,8 +43,8 @@ class Target(NamedTuple):
 
 FLOAT32 = "jaxkv.float32"
 STORED = ("jaxkv.stored", "jaxkv.stored_bf16", "jaxkv.stored_int8")
-"""On the file as it is, activations in float32, in bfloat16, and rounded to 8 bits where they meet quantized weights; each
-is held to the same targets.
+"""On the file as it is, activations in float32, in bfloat16, and rounded to 8 bits where quantized weights meet them;
+each is held to the same targets.
 """
 
 LLAMA, ANY = "llama_cpp.stored", ""

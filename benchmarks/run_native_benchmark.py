@@ -120,6 +120,7 @@ def measure_limits(passes: int, weight_bytes: int) -> None:
         ("read_bandwidth", "GB/s", lambda: machine.read_bandwidth(weight_bytes)),
         ("multiply_adds", "GFLOP/s", machine.multiply_adds),
         ("bf16_multiply_adds", "GFLOP/s", machine.bf16_multiply_adds),
+        ("int8_multiply_adds", "GFLOP/s", machine.int8_multiply_adds),
     ):
         found = [measure() for _ in range(passes)]
         for method in found[0]:

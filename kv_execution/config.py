@@ -24,9 +24,9 @@ class EngineConfig:
         prefix_cache: keep the K/V of full pages and share it between requests that begin with the same tokens.
         longest_prefix_first: among those that have waited longest, admit the requests that share most first.
         max_waiting: requests that may wait; None for any number.
-        int8_activations: round activations to 8 bits, 32 with one scale, where weights of 4 or 8 bits meet them, as other
-            engines do by default: less exact, and faster on CPUs with AVX-512 VNNI that have no matrix tiles. Refused
-            elsewhere.
+        int8_activations: round activations to 8 bits, 32 with one scale, where weights of 4 or 8 bits meet them, as
+            other engines do by default: less exact, and faster on CPUs with AVX-512 VNNI that have no matrix tiles.
+            Refused elsewhere.
         provider: kernel provider by name, or `auto`.
         tensor_parallel: the number of devices; a model on one device is copied over so many. None for those it is on.
         max_adapters: low-rank adapters that can be loaded at once; 0 leaves them, and their cost, out.

@@ -23,6 +23,9 @@ def batch(
     max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 32,
     max_context: Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
+    int8_activations: Annotated[
+        bool, typer.Option("--int8-activations", help="Round activations to 8 bits where quantized weights meet them.")
+    ] = False,
     kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
     tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
     tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")] = 1,
@@ -38,6 +41,7 @@ def batch(
         tokens_per_page=tokens_per_page,
         max_requests=max_requests,
         max_step_tokens=max(256, max_requests),
+        int8_activations=int8_activations,
     )
     console = Console(stderr=True)
 

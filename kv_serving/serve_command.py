@@ -69,6 +69,9 @@ def serve(
     max_adapter_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 16,
     pooling: Annotated[str, typer.Option(help="How embeddings are made: mean, last or cls.")] = "mean",
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
+    int8_activations: Annotated[
+        bool, typer.Option("--int8-activations", help="Round activations to 8 bits where quantized weights meet them.")
+    ] = False,
     kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
     tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
     tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Devices to spread the model over.")] = 1,
@@ -123,6 +126,7 @@ def serve(
         max_requests=max_requests,
         max_waiting=max_waiting,
         max_step_tokens=max(max_step_tokens, max_requests),
+        int8_activations=int8_activations,
         compilation_cache=compilation_cache,
     )
     settings = ServerSettings(

@@ -177,6 +177,7 @@ def config_for_jobs(
     tokens_per_page: int,
     *,
     adapter_ranks: Sequence[int] = (),
+    int8_activations: bool = False,
     compilation_cache: bool,
 ) -> "EngineConfig":
     """An engine for `jobs`, with pools of at most `kv_pool_bytes` and room for adapters of these ranks. Raises
@@ -201,6 +202,7 @@ def config_for_jobs(
         prefix_cache=len(jobs) > 1,
         max_adapters=len(adapter_ranks),
         max_adapter_rank=max(adapter_ranks, default=1),
+        int8_activations=int8_activations,
         compilation_cache=compilation_cache,
     )
 

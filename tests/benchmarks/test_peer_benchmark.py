@@ -155,7 +155,7 @@ def test_the_machine_reads_and_multiplies_by_every_method(monkeypatch):
     assert found["blas"] == 2 * MATRIX**3
     if loops is not None:
         assert found["loop"] == 2 * FMA_ROUNDS * FMA_CHAINS * loops.lane_count()
-    narrow = machine.bf16_multiply_adds()
+    narrow = machine.bf16_multiply_adds() | machine.int8_multiply_adds()
     assert all(value > found["loop"] for value in narrow.values())
 
 

@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_case import golden_model, golden_prompts, make_engine
+from engine_case import GOLDEN, golden_model, golden_prompts, make_engine
 
-from kv_execution import SamplingParams
+from kv_execution import GenerationResult, SamplingParams
+from kv_kernels.native import load_library
+from models import LoadedModel, load_model
+from models.quantized_copy import quantize_checkpoint
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+LOGPROBS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, top_k=40, top_p=0.95, seed=1234)
 
 
@@ -60,16 +64,33 @@ def test_neighbours_that_come_and_go_change_nothing(provider, prompts, expected)
 @pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_log_probabilities_have_the_same_bits_alone_together_in_chunks_and_after_a_prefix_hit(dtype, prompts):
-    model, params = golden_model("llama", dtype), SamplingParams(max_tokens=12, ignore_eos=True, logprobs=True)
-    engine = make_engine(model, provider="native")
+    assert_the_same_bits(golden_model("llama", dtype), prompts)
+
+
+@pytest.mark.usefixtures("fully_optimized")
+@pytest.mark.skipif(not load_library().has_int8_products, reason="the native kernels of this CPU gain nothing by it")
+def test_so_they_have_with_activations_of_eight_bits(tmp_path, prompts):
+    quantize_checkpoint(GOLDEN / "llama", tmp_path / "quantized", "q4_0")
+    model = load_model(tmp_path / "quantized", dtype="bfloat16")
+    rounded = assert_the_same_bits(model, prompts, int8_activations=True)
+    plain = make_engine(model, provider="native").generate(prompts, LOGPROBS)
+    assert [result.logprobs for result in rounded] != [result.logprobs for result in plain]
+
+
+def assert_the_same_bits(model: LoadedModel, prompts, **settings) -> list[GenerationResult]:
+    """Their results, alone."""
+    params = LOGPROBS
+    engine = make_engine(model, provider="native", **settings)
     alone = [engine.generate([prompt], params)[0] for prompt in prompts]
     again = [engine.generate([prompt], params)[0] for prompt in prompts]
     assert any(result.cached_tokens for result in again)
     together = engine.generate([*prompts, *prompts], params)
-    chunked = make_engine(model, provider="native", max_step_tokens=7, max_requests=3).generate(prompts, params)
+    few = make_engine(model, provider="native", max_step_tokens=7, max_requests=3, **settings)
+    chunked = few.generate(prompts, params)
     for results in (again, together[:4], together[4:], chunked):
         for mine, theirs in zip(results, alone, strict=True):
             assert (mine.tokens, mine.logprobs) == (theirs.tokens, theirs.logprobs)
+    return alone
 
 
 @pytest.mark.parametrize("name", ["greedy", "sampled"])

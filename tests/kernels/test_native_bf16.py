@@ -1,4 +1,4 @@
-"""Products and attention of bfloat16 activations: rounded operands on the levels that are made for them, else exact ones.
+"""Products and attention of bfloat16 activations: rounded operands on levels made for them, else exact ones.
 
 What holds at every level is that a token's bits do not depend on its company. The AMX level multiplies values rounded
 to bfloat16 and sums in float32; the level below takes activations as integers of 16 bits a block. A float64 model with
@@ -71,6 +71,27 @@ def check_a_product(kind, level, tokens, out_features, in_features, seed):
     assert (np.abs(got - x @ matrix.T) <= (5e-7 + ties) * (np.abs(x) @ np.abs(matrix).T)).all()
 
 
+def in_bytes(x: np.ndarray) -> np.ndarray:
+    """x [tokens, in] float32 rounded to whole 127ths of the largest of 32 numbers."""
+    blocks = x.reshape(len(x), -1, BLOCK_SIZE)
+    scale = np.float32(127) / np.abs(blocks).max(axis=-1, keepdims=True)
+    return (np.rint(blocks * scale) * (np.float32(1) / scale)).reshape(x.shape)
+
+
+@pytest.mark.skipif("avx512_bf16" not in AVAILABLE_LEVELS, reason="this CPU has no AVX-512 with VNNI and bfloat16")
+@pytest.mark.parametrize("kind", INTEGER_KINDS)
+@pytest.mark.parametrize("tokens", [1, 3, 7, 40])
+def test_activations_of_eight_bits_are_rounded_as_said_and_nothing_else_is(kind, tokens):
+    weight = random_weight(3, kind, 2, out_features=70, in_features=640)
+    x = np.asarray(activations(tokens, tokens, 640), np.float32)
+    native = NativeProvider(int8_activations=True)
+    with running(level="avx512_bf16"):
+        got = np.asarray(native.product(jnp.asarray(x), weight, 1, jnp.float32), np.float64)
+    matrix, met = np.asarray(values_of(take_layer(weight, 1)), np.float64), np.asarray(in_bytes(x), np.float64)
+    assert (np.abs(got - met @ matrix.T) <= 5e-7 * (np.abs(met) @ np.abs(matrix).T)).all()
+    assert np.abs(got - x @ matrix.T).max() > 1e-3  # it does round
+
+
 @settings(max_examples=12)
 @given(**PRODUCTS)
 def test_the_sum_of_products_has_the_errors_of_float32(**drawn):
@@ -88,12 +109,13 @@ def test_many_sums_of_products_have_the_errors_of_float32(**drawn):
 @pytest.mark.parametrize("kind", ["bfloat16", "q8_0", "q4_1", "q6_k"])
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 @pytest.mark.parametrize("tokens", [3, 40])
-def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, tokens, number):
+@pytest.mark.parametrize("native", [NATIVE, NativeProvider(int8_activations=True)], ids=["as it is", "int8"])
+def test_a_number_that_is_not_finite_shows_in_its_token_alone(kind, level, tokens, number, native):
     weight = random_weight(5, kind, out_features=40, in_features=96)
     x = activations(6, tokens, 96)
     with running(level=level):
-        clean = np.asarray(NATIVE.product(x, weight, None, jnp.float32))
-        got = np.asarray(NATIVE.product(x.at[1, 50].set(number), weight, None, jnp.float32))
+        clean = np.asarray(native.product(x, weight, None, jnp.float32))
+        got = np.asarray(native.product(x.at[1, 50].set(number), weight, None, jnp.float32))
     others = np.arange(tokens) != 1
     np.testing.assert_array_equal(got[others], clean[others])
     assert not np.isfinite(got[1]).any()

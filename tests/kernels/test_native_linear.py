@@ -44,7 +44,7 @@ def assert_as_exact_as_float32(got, x: jax.Array, weight, layer: int | None = No
 
 def call_linear(*operands, results, **attributes) -> None:
     """The handler itself, so that operands can be wrong."""
-    defaults = {"kinds": "dense", "norm_eps": np.float32(-1), "has_residual": False, "activation": ""}
+    defaults = {"kinds": "dense", "norm_eps": np.float32(-1), "has_residual": False, "activation": "", "int8_x": False}
     jax.block_until_ready(jax.ffi.ffi_call("jaxkv_linear", results)(*operands, **defaults | attributes))
 
 
@@ -112,10 +112,10 @@ def some_tokens(tokens: int) -> slice:
     return slice(first, first + tokens)
 
 
-@functools.partial(jax.jit, static_argnames="counts")
-def products_of_some(x: jax.Array, weight, counts: tuple[int, ...]) -> list[jax.Array]:
+@functools.partial(jax.jit, static_argnames=("native", "counts"))
+def products_of_some(native: NativeProvider, x: jax.Array, weight, counts: tuple[int, ...]) -> list[jax.Array]:
     """In one program, since each number of tokens would be compiled for itself."""
-    return [NATIVE.product(x[some_tokens(tokens)], weight, 1, jnp.float32) for tokens in counts]
+    return [native.product(x[some_tokens(tokens)], weight, 1, jnp.float32) for tokens in counts]
 
 
 @jax.jit
@@ -127,17 +127,18 @@ def products_of_each(x: jax.Array, weights) -> list[jax.Array]:
 @pytest.mark.parametrize(
     "counts", [TOKEN_COUNTS, pytest.param(MORE_TOKEN_COUNTS, marks=pytest.mark.slow)], ids=["few", "more"]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("level", AVAILABLE_LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_has_the_same_bits_alone_in_any_batch_and_at_any_thread_count(kind, level, dtype, counts):
     weight = random_weight(5, kind, 2, out_features=75, in_features=1600)
-    x = activations(6, 300, weight.in_features, dtype)
+    native = NativeProvider(int8_activations=dtype == "int8")
+    x = activations(6, 300, weight.in_features, "float32" if dtype == "int8" else dtype)
     with running(level=level, threads=1):
-        whole = np.asarray(NATIVE.product(x, weight, 1, jnp.float32))
+        whole = np.asarray(native.product(x, weight, 1, jnp.float32))
     for threads in (1, 2):
         with running(level=level, threads=threads):
-            for tokens, some in zip(counts, products_of_some(x, weight, counts), strict=True):
+            for tokens, some in zip(counts, products_of_some(native, x, weight, counts), strict=True):
                 np.testing.assert_array_equal(some, whole[some_tokens(tokens)])
 
 

@@ -98,7 +98,7 @@ def test_more_rows_than_a_block_of_tokens_are_all_answered():
 def call(*operands, rows=3, **attributes) -> None:
     """The handler itself, so that operands can be wrong."""
     result = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    defaults = {"kind": "dense", "norm_eps": np.float32(-1)}
+    defaults = {"kind": "dense", "norm_eps": np.float32(-1), "int8_x": False}
     jax.block_until_ready(jax.ffi.ffi_call("jaxkv_most_likely", result)(*operands, **defaults | attributes))
 
 

@@ -1,5 +1,6 @@
 """Which provider runs, and what is said when none can."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from kv_kernels.native import NativeProvider
+from kv_kernels.native.library import NativeLibrary
 from kv_kernels.pallas import PallasProvider
 from kv_kernels.provider import KernelNeeds
 from kv_kernels.selection import ProviderError, choose_provider, current_platform
@@ -40,6 +43,17 @@ def test_an_unknown_provider_is_refused_with_the_known_ones():
 def test_what_a_provider_lacks_is_a_refusal_at_start(requested):
     with pytest.raises(ProviderError, match="int8"):
         choose_provider(KernelNeeds("cpu", "int8", 4, 2, 8, 16), requested)
+
+
+def test_activations_of_eight_bits_are_for_the_native_kernels_that_gain_by_them(monkeypatch):
+    needs = dataclasses.replace(NEEDS, int8_activations=True)
+    monkeypatch.setattr(NativeLibrary, "has_int8_products", True)
+    assert choose_provider(needs).provider == NativeProvider(int8_activations=True)
+    with pytest.raises(ProviderError, match="multiplies activations as they are: leave int8_activations out"):
+        choose_provider(needs, "reference")
+    monkeypatch.setattr(NativeLibrary, "has_int8_products", False)
+    with pytest.raises(ProviderError, match=r"native: its kernels for .* gain nothing by int8_activations: leave them"):
+        choose_provider(needs)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm"])
