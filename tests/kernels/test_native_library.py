@@ -5,14 +5,20 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from kv_kernels import native
 from kv_kernels.native import NativeProvider, load_library
 from kv_kernels.native.library import NativeLevelError
 from kv_kernels.provider import KernelNeeds
 from kv_kernels.selection import choose_provider
 
+SHARED_HEADERS = {
+    *("append.h", "attention_plan.h", "attention_work.h", "cpu_level.h"),
+    *("kernels.h", "linear_call.h", "operands.h", "parallel.h"),
+}
 NEEDS = KernelNeeds("cpu", "float32", num_heads=4, num_kv_heads=2, head_dim=8, tokens_per_page=16)
 
 
@@ -72,3 +78,9 @@ def test_the_environment_asks_for_an_instruction_set(wanted, said):
     environment = {**os.environ, "JAXKV_NATIVE_LEVEL": wanted}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert said in run.stdout
+
+
+def test_what_a_level_is_made_of_is_its_own():
+    # Of an inline function that two levels share, the linker would keep one copy, compiled for one of them.
+    headers = {path.name: path.read_text() for path in (Path(native.__file__).parent / "src").glob("*.h")}
+    assert {name for name, text in headers.items() if "namespace jaxkv {\nnamespace {\n" not in text} == SHARED_HEADERS

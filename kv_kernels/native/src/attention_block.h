@@ -8,6 +8,7 @@
 #include "convert.h"
 
 namespace jaxkv {
+namespace {
 
 template <class S>
 struct WideBlock;
@@ -85,4 +86,5 @@ struct WideBlock : SoftmaxScratch<S> {
   }
 };
 
+}  // namespace
 }  // namespace jaxkv

@@ -12,6 +12,7 @@
 #include "attention_block.h"
 
 namespace jaxkv {
+namespace {
 
 template <class Block>
 static int64_t attend_scratch(const Attention& a, int64_t tokens) {
@@ -130,4 +131,5 @@ static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_h
   write_results<S>(a, tile, kv_head, all);
 }
 
+}  // namespace
 }  // namespace jaxkv

@@ -7,6 +7,7 @@
 #include "keys_ahead.h"
 
 namespace jaxkv {
+namespace {
 
 static constexpr float kMinusInfinity = -__builtin_inff();
 
@@ -161,4 +162,5 @@ static inline void load_query(const Attention& a, const QueryTile& tile, int64_t
     S::store(query + d, S::mul(S::load(query + d), S::broadcast(a.scale)));
 }
 
+}  // namespace
 }  // namespace jaxkv

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 namespace jaxkv {
+namespace {
 
 // Rows of `weights` times rows of `values`: out[r] = start[r] * out[r] + sum over i < count of weights[r][i] * values[i],
 // in that order of i, for R rows and C vectors; without `start` from zero.
@@ -74,4 +75,5 @@ static inline void combine(int64_t rows, const float* start, const float* weight
   }
 }
 
+}  // namespace
 }  // namespace jaxkv

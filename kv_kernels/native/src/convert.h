@@ -5,6 +5,7 @@
 #include "kernels.h"
 
 namespace jaxkv {
+namespace {
 
 // The first `count` (below the vector's width) numbers at p, zeros after them.
 template <class S, class T>
@@ -93,4 +94,5 @@ static void narrow_all(const float* from, int64_t count, Element element, void* 
   narrow<S>(from, count, element, out, 0);
 }
 
+}  // namespace
 }  // namespace jaxkv

@@ -63,10 +63,12 @@ struct BlockDigits {
       sum = static_cast<float>(total) * place;
     }
 #pragma GCC unroll 3
-    for (int digit = 0; digit < kDigits; ++digit) {
+    for (int digit = 0; digit < kDigits - 1; ++digit) {
       digits[digit][0] = take_digit(&n);
       digits[digit][1] = take_digit(&m);
     }
+    digits[kDigits - 1][0] = n;
+    digits[kDigits - 1][1] = m;
   }
   // Of the two lowest digits, or of the only one; and of the third.
   int32_t lower_sum() const {

@@ -194,7 +194,7 @@ void multiply_kind(const WeightView& weight, const float* packed, int64_t tokens
     const bool two = output + kTileOutputs < outputs;
     const TileRows<kKind> rows[2] = {{weight, first_output + output},
                                      {weight, first_output + output + (two ? kTileOutputs : 0)}};
-    RowsAhead ahead(weight, first_output + output + 2 * kTileOutputs, 2 * kTileOutputs);
+    RowsAhead ahead = RowsAhead::of_blocks(weight, first_output + output + 2 * kTileOutputs, 2 * kTileOutputs);
     const int64_t lines = (ahead.lines() + shape.tiles * shape.blocks - 1) / (shape.tiles * shape.blocks);
     for (int64_t run = 0; run < runs; ++run) {
       const int64_t first = shape.blocks * run / runs, blocks = shape.blocks * (run + 1) / runs - first;

@@ -6,6 +6,7 @@
 #include "convert.h"
 
 namespace jaxkv {
+namespace {
 
 // e^x for x <= 0 (and a little above), to about 1 ulp; exactly 0 below -87.
 template <class S>
@@ -121,4 +122,5 @@ static void normalize(const float* x, const float* weight, int64_t count, float 
   for (int64_t i = whole; i < count; ++i) out[i] = x[i] * factor * weight[i];
 }
 
+}  // namespace
 }  // namespace jaxkv

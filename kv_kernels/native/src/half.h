@@ -8,6 +8,7 @@
 #include <cstring>
 
 namespace jaxkv {
+namespace {
 
 static inline float bits_to_float(uint32_t bits) {
   float value;
@@ -52,4 +53,5 @@ static inline uint16_t float_to_f16(float value) {
   return static_cast<uint16_t>(sign | ((rest - (112u << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13));
 }
 
+}  // namespace
 }  // namespace jaxkv

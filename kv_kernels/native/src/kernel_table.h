@@ -8,6 +8,7 @@
 #include "product.h"
 
 namespace jaxkv {
+namespace {
 
 template <class S>
 constexpr Kernels kernel_table() {
@@ -17,4 +18,5 @@ constexpr Kernels kernel_table() {
                  unpack_row<S>,   widen<S>,        narrow_all<S>};
 }
 
+}  // namespace
 }  // namespace jaxkv

@@ -1,5 +1,8 @@
 // The kernels that every instruction set provides, and what they take: plain data, already checked.
 //
+// What a level is made of is in anonymous namespaces: of an inline function that several levels have, the linker would take
+// one copy for all, compiled for one of them.
+//
 // A kernel's result for one token is the same bits whatever stands beside it: each output is reduced in one order that
 // depends on the sizes of the weight (or the positions of the keys) and on the instruction set, on nothing else.
 #pragma once

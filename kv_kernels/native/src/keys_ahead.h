@@ -8,6 +8,7 @@
 #include "kernels.h"
 
 namespace jaxkv {
+namespace {
 
 class KeysAhead {
  public:
@@ -84,4 +85,5 @@ class KeysAhead {
   const char *k_ = nullptr, *v_ = nullptr;
 };
 
+}  // namespace
 }  // namespace jaxkv

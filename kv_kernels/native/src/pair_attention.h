@@ -101,7 +101,7 @@ struct PairBlock : SoftmaxScratch<Avx512Simd> {
       for (int64_t d = 0; d < a.head_dim; d += kPairStep) {
         __m512i v[16];
         for (int i = 0; i < 16; ++i) v[i] = _mm512_loadu_si512(key_rows[begin + i] + d);
-        ahead.ask(16);
+        ahead.ask(8);
         transpose(v);
         for (int i = 0; i < 16; ++i) _mm512_storeu_si512(keys + (d / 2 + i) * kKeyBlock + begin, v[i]);
       }
@@ -115,6 +115,7 @@ struct PairBlock : SoftmaxScratch<Avx512Simd> {
         float* to = values + pair * a.head_dim + d;
         _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, left, high));
         _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi64(low, right, high));
+        ahead.ask(1);
       }
     }
   }

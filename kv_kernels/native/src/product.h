@@ -11,6 +11,7 @@
 #include "weight_rows.h"
 
 namespace jaxkv {
+namespace {
 
 template <class S, class Rows, int M>
 static inline void direct(const Rows& rows, const float* x, int64_t x_stride, float* out, int64_t out_stride, bool add) {
@@ -75,7 +76,10 @@ static inline void by_buffer(const WeightView& weight, int64_t first_output, int
         }
       }
     }
-    tiles<S>(x, tokens, x_stride, w, groups, padded, out + (output - first_output), kOutputBlock, add);
+    RowsAhead ahead;
+    if constexpr (Rows::kDense)
+      ahead = RowsAhead::of_panel(weight, Rows::kElement, output + kUnpackedRows, kUnpackedRows, first, count);
+    tiles<S>(x, tokens, x_stride, w, groups, padded, out + (output - first_output), kOutputBlock, add, ahead);
   }
 }
 
@@ -144,4 +148,5 @@ static void product(const WeightView& weight, const float* packed, int64_t token
   });
 }
 
+}  // namespace
 }  // namespace jaxkv

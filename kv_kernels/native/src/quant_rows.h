@@ -2,6 +2,7 @@
 #pragma once
 
 #include "quant_unpack.h"
+#include "rows_ahead.h"
 
 namespace jaxkv {
 namespace {
@@ -98,43 +99,6 @@ class TileRows {
   const uint8_t* values_[kTileOutputs];
   const uint16_t* scales_[kTileOutputs];  // of the kinds that have one for every block
   const uint16_t* mins_[kTileOutputs];
-};
-
-// Rows of a weight that are unpacked next, asked for a few lines at a time: all at once they would keep the processor
-// waiting as long as reading them.
-class RowsAhead {
- public:
-  RowsAhead(const WeightView& weight, int64_t first, int64_t rows) {
-    const int64_t blocks = weight.in_features / kQuantBlock, left = weight.out_features - first;
-    const int64_t from = first * blocks, count = (rows < left ? rows : left < 0 ? 0 : left) * blocks;
-    const auto add = [&](const void* base, int64_t size) {
-      const char* at = static_cast<const char*>(base) + from * size;
-      if (base != nullptr) ranges_[count_++] = {at, at + count * size};
-    };
-    add(weight.values, block_bytes(weight.kind));
-    add(weight.scales, 2);
-    add(weight.mins, 2);
-  }
-  int64_t lines() const {
-    int64_t lines = 0;
-    for (int i = 0; i < count_; ++i) lines += (ranges_[i].end - ranges_[i].at + 63) / 64;
-    return lines;
-  }
-  void ask(int64_t lines) {
-    for (; lines > 0 && next_ < count_; --lines) {
-      Range& range = ranges_[next_];
-      _mm_prefetch(range.at, _MM_HINT_T1);
-      range.at += 64;
-      if (range.at >= range.end) ++next_;
-    }
-  }
-
- private:
-  struct Range {
-    const char *at, *end;
-  };
-  Range ranges_[3];
-  int count_ = 0, next_ = 0;
 };
 
 }  // namespace

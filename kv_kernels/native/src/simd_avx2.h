@@ -6,6 +6,7 @@
 #include <cstdint>
 
 namespace jaxkv {
+namespace {
 
 struct Avx2Simd {
   using V = __m256;
@@ -122,4 +123,5 @@ struct Avx2Simd {
   }
 };
 
+}  // namespace
 }  // namespace jaxkv

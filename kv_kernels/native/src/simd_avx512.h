@@ -6,6 +6,7 @@
 #include <cstdint>
 
 namespace jaxkv {
+namespace {
 
 struct Avx512Simd {
   using V = __m512;
@@ -123,4 +124,5 @@ struct Avx512Simd {
   }
 };
 
+}  // namespace
 }  // namespace jaxkv

@@ -6,6 +6,7 @@
 #include "half.h"
 
 namespace jaxkv {
+namespace {
 
 struct GenericSimd {
   using V = float __attribute__((vector_size(16)));
@@ -105,4 +106,5 @@ struct GenericSimd {
   }
 };
 
+}  // namespace
 }  // namespace jaxkv

@@ -4,8 +4,10 @@
 #pragma once
 
 #include "kernels.h"
+#include "rows_ahead.h"
 
 namespace jaxkv {
+namespace {
 
 template <class S, int M>
 static inline void tile(const float* x, int64_t x_stride, const float* const* w, int64_t count, float* out,
@@ -39,18 +41,21 @@ static inline void tile(const float* x, int64_t x_stride, const float* const* w,
 }
 
 // `rows` rows of x times `groups` groups of four rows of w; `count` is a multiple of the vector's width. Group g goes to
-// columns 4g to 4g + 3 of out. A few rows of x stay in the first-level cache while all of w passes.
+// columns 4g to 4g + 3 of out. A few rows of x stay in the first-level cache while all of w passes. What is in `ahead` is
+// asked for meanwhile.
 template <class S>
 static inline void tiles(const float* x, int64_t rows, int64_t x_stride, const float* const* w, int64_t groups,
-                         int64_t count, float* out, int64_t out_stride, bool add) {
+                         int64_t count, float* out, int64_t out_stride, bool add, RowsAhead& ahead) {
   // Tiles of about equal height: a last one of a single row would wait for its sums most of the time.
   const int64_t parts = (rows + S::kTileRows - 1) / S::kTileRows;
+  const int64_t lines = (ahead.lines() + parts * groups - 1) / (parts * groups);
   for (int64_t part = 0, row = 0; part < parts; ++part) {
     const int64_t height = (rows - row + parts - part - 1) / (parts - part);
     const float* from = x + row * x_stride;
     for (int64_t group = 0; group < groups; ++group) {
       const float* const* four = w + group * kRowGroup;
       float* to = out + row * out_stride + group * kRowGroup;
+      ahead.ask(lines);
       switch (height) {
         case 1: tile<S, 1>(from, x_stride, four, count, to, out_stride, add); break;
         case 2: tile<S, 2>(from, x_stride, four, count, to, out_stride, add); break;
@@ -64,4 +69,5 @@ static inline void tiles(const float* x, int64_t rows, int64_t x_stride, const f
   }
 }
 
+}  // namespace
 }  // namespace jaxkv

@@ -7,6 +7,7 @@
 #include "convert.h"
 
 namespace jaxkv {
+namespace {
 
 constexpr int64_t kPanelBlocks = kMaxPanel / kQuantBlock;
 
@@ -15,6 +16,8 @@ class DenseRows {
  public:
   static constexpr int64_t kStep = S::kWidth;
   static constexpr bool kFloat = E == Element::kF32;
+  static constexpr bool kDense = true;
+  static constexpr Element kElement = E;
 
   // Rows past the last one repeat it; their results are not stored.
   DenseRows(const WeightView& weight, int64_t row, int64_t first, int64_t count) : count_(count) {
@@ -41,7 +44,7 @@ template <class S, WeightKind kKind>
 class QuantRows {
  public:
   static constexpr int64_t kStep = kQuantBlock;
-  static constexpr bool kFloat = false;
+  static constexpr bool kFloat = false, kDense = false;
   static constexpr int64_t kBlockBytes = kKind == WeightKind::kQ8_0 ? 32 : 16;
   static constexpr int64_t kBlockStride = in_tiles(kKind) ? WeightTile::kBlockBytes : kBlockBytes;
 
@@ -127,7 +130,7 @@ template <class S, WeightKind kKind>
 class GroupedRows {
  public:
   static constexpr int64_t kStep = kQuantBlock;
-  static constexpr bool kFloat = false;
+  static constexpr bool kFloat = false, kDense = false;
   static constexpr bool kHasMins = kKind != WeightKind::kBytes && kKind != WeightKind::kFloat8;
   static constexpr int kHighBits = kKind == WeightKind::kFiveBits ? 1 : kKind == WeightKind::kSixBits ? 2 : 0;
   static constexpr int kPerBlock = kKind == WeightKind::kSixBits ? 2 : 1;  // scales of a block
@@ -229,4 +232,5 @@ static void unpack_row(const WeightView& weight, int64_t row, float* out) {
   });
 }
 
+}  // namespace
 }  // namespace jaxkv
