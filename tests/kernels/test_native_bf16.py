@@ -1,8 +1,8 @@
 """Products and attention of bfloat16 activations: rounded operands on levels made for them, else exact ones.
 
 What holds at every level is that a token's bits do not depend on its company. The AMX level multiplies values rounded
-to bfloat16 and sums in float32; the level below takes activations as integers of 16 bits a block. A float64 model with
-the same roundings shows both to float32's errors.
+to bfloat16 and sums in float32; so does the level below, but where weights have integers it takes activations as
+integers of 16 bits a block. A float64 model with the same roundings shows both to float32's errors.
 """
 
 import itertools
@@ -62,12 +62,14 @@ def check_a_product(kind, level, tokens, out_features, in_features, seed):
     with running(level=level):
         got = np.asarray(NATIVE.product(x, weight, 1, jnp.float32), np.float64)
     matrix = values_of(take_layer(weight, 1))
-    matrix = rounded(matrix) if level == "amx" else np.asarray(matrix, np.float64)
     x = np.asarray(x.astype(jnp.float32), np.float64)
-    if level == "avx512_bf16" and kind in INTEGER_KINDS:
+    in_vectors = level == "avx512_bf16"
+    if in_vectors and kind in INTEGER_KINDS:
         x = in_integers(x)
+    is_rounded = level == "amx" or (in_vectors and kind not in INTEGER_KINDS)
+    matrix = rounded(matrix) if is_rounded else np.asarray(matrix, np.float64)
     # bfloat16 of a value that lies between two of them may be either where the value was rounded to float32 before.
-    ties = 2**-24 if level == "amx" and kind not in DENSE_KINDS else 0
+    ties = 2**-24 if is_rounded and kind not in DENSE_KINDS else 0
     assert (np.abs(got - x @ matrix.T) <= (5e-7 + ties) * (np.abs(x) @ np.abs(matrix).T)).all()
 
 

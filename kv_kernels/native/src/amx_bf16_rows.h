@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kStep = 32;  // of k: what one tile takes
 
 constexpr bool has_nibbles(WeightKind kind) {
-  return is_quantized(kind) && kind != WeightKind::kQ8_0;
+  return has_integers(kind) && kind != WeightKind::kQ8_0;
 }
 
 // Tokens are cut in tiles of one height. Packed x is [tiles][steps][16 pairs of k][height] of pairs of bf16. A step has
@@ -86,14 +86,14 @@ class NarrowRows {
  public:
   NarrowRows() = default;
   NarrowRows(const WeightView& weight, int64_t first_output) : weight_(&weight), first_output_(first_output) {
-    if constexpr (is_quantized(kKind)) rows_ = TileRows<kKind>(weight, first_output);
+    if constexpr (has_integers(kKind)) rows_ = TileRows<kKind>(weight, first_output);
   }
 
   // Of steps [first, first + steps), or as many of them as there is room for.
   void read_scales(int64_t first, int64_t steps, NarrowScales* to) const {
     const int64_t left = weight_->in_features / kQuantBlock - first, most = steps < left ? steps : left;
     const int64_t blocks = most < NarrowScales::kBlocks ? most : NarrowScales::kBlocks;
-    if constexpr (is_quantized(kKind)) {
+    if constexpr (has_integers(kKind)) {
       for (int64_t run = 0; run < blocks; run += kScaleRun) {
         const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
         rows_.unpack_scales(first + run, count, to->scales + run, to->mins + run);
@@ -101,7 +101,7 @@ class NarrowRows {
     }
   }
   void prefetch_ahead(int64_t step, int64_t tiles) const {
-    if constexpr (is_quantized(kKind)) rows_.prefetch_ahead(step, tiles);
+    if constexpr (has_integers(kKind)) rows_.prefetch_ahead(step, tiles);
   }
   // One step or two from `step` on, whose scales begin at `at`.
   void unpack(int64_t step, int64_t steps, const NarrowScales& scales, int64_t at, char* tiles) const {

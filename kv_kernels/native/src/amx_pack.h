@@ -40,13 +40,13 @@ inline float pack_pairs(const float* from, int64_t height, char* to) {
 }
 
 int64_t amx_packed_size(const WeightView& weight, int64_t tokens) {
-  if (!is_quantized(weight.kind)) return avx512_kernels().products.packed_size(weight, tokens);
+  if (!has_integers(weight.kind)) return avx512_kernels().products.packed_size(weight, tokens);
   if (tokens <= kFewTokens) return digits_packed_size<kFloatDigits>(weight, tokens);
   return TokenTiles(weight, tokens).floats();
 }
 
 void amx_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
-  if (!is_quantized(weight.kind)) return avx512_kernels().products.pack(weight, x, tokens, packed);
+  if (!has_integers(weight.kind)) return avx512_kernels().products.pack(weight, x, tokens, packed);
   if (tokens <= kFewTokens) return digits_pack<kFloatDigits>(weight, x, tokens, packed);
   const TokenTiles shape(weight, tokens);
   alignas(64) static constexpr float kZeros[kQuantBlock] = {};

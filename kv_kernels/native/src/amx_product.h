@@ -174,11 +174,11 @@ void multiply_many(const WeightView& weight, const float* packed, int64_t tokens
 
 void amx_product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                  float* results) {
-  if (!is_quantized(weight.kind))
+  if (!has_integers(weight.kind))
     return avx512_kernels().products.product(weight, packed, tokens, first_output, outputs, results);
   if (tokens <= kFewTokens)
     return digits_product<kFloatDigits>(weight, packed, tokens, first_output, outputs, results);
-  with_quantized(weight.kind, [&](auto kind) {
+  with_integers(weight.kind, [&](auto kind) {
     multiply_many<decltype(kind)::value>(weight, packed, tokens, first_output, outputs, results);
   });
 }

@@ -217,7 +217,7 @@ void multiply_kind(const WeightView& weight, const float* packed, int64_t tokens
 template <int kDigits>
 void digits_product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                     float* results) {
-  with_quantized(weight.kind, [&](auto kind) {
+  with_integers(weight.kind, [&](auto kind) {
     multiply_kind<decltype(kind)::value, kDigits>(weight, packed, tokens, first_output, outputs, results);
   });
 }

@@ -48,6 +48,12 @@ constexpr WeightKind row_kind(WeightKind kind) {
                                           : kind;
 }
 
+// Whether quants are small integers times a scale a block, which some levels multiply as integers.
+constexpr bool has_integers(WeightKind kind) {
+  const WeightKind row = row_kind(kind);
+  return row == WeightKind::kQ8_0 || row == WeightKind::kQ4_0 || row == WeightKind::kQ4_1 || row == WeightKind::kNibbles;
+}
+
 // Numbers of groups of a row's blocks, f16 or f32 [out, in/32 / group_blocks], each times the integers int8 [out, in/32]
 // ([out, in/16] where a block has two) of its group, or as they are where there are none.
 struct GroupNumbers {
@@ -167,7 +173,8 @@ struct Kernels {
   const char* name;
   ProductKernels products;       // to float32's accuracy
   ProductKernels bf16_products;  // of x in bfloat16: the same, or both sides rounded to it where that is faster
-  ProductKernels int8_products;  // of x that may be rounded to 8 bits a block; none where that is not faster
+  // Of x that may be rounded to 8 bits a block, with weights that have integers; none where that is not faster.
+  ProductKernels int8_products;
   // Where the largest of `count` numbers is, the first of equals, if it is above *best, which it then becomes; else -1.
   // nan is less than all, infinity the largest float.
   int64_t (*argmax)(const float* x, int64_t count, float* best);

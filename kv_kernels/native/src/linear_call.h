@@ -37,7 +37,8 @@ struct Call {
 
   const ProductKernels& products() const {
     const Kernels& level = kernels();
-    if (int8_x && level.int8_products.product != nullptr) return level.int8_products;
+    if (int8_x && level.int8_products.product != nullptr && has_integers(matrices[0].weight.kind))
+      return level.int8_products;
     return x_type == Element::kBF16 ? level.bf16_products : level.products;
   }
   int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }

@@ -7,25 +7,15 @@
 
 #include "attention_kernel.h"
 #include "bf16_functions.h"
-#include "bf16_rows.h"
 #include "combine.h"
-#include "simd_avx512.h"
+#include "pair_simd.h"
 
 namespace jaxkv {
 namespace {
 
-constexpr int64_t kPairStep = 32;  // numbers of a vector
-
 inline bool in_pairs(const Attention& a) {
   return a.q_type == Element::kBF16 && a.pool_type == Element::kBF16 && a.head_dim % kPairStep == 0;
 }
-
-// Where a number of `combine` is a pair of bfloat16: the sum of two products is added at once.
-struct PairSimd : Avx512Simd {
-  static V fma(V a, V b, V sum) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
-};
 
 struct PairBlock : SoftmaxScratch<Avx512Simd> {
   using Simd = Avx512Simd;

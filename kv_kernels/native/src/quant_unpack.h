@@ -15,13 +15,9 @@ constexpr int64_t kTileOutputs = WeightTile::kRows;
 constexpr int64_t kScaleRun = 8;     // scales of a row that are read together
 constexpr int64_t kBlockVectors = 8;  // of a block
 
-constexpr bool is_quantized(WeightKind kind) {
-  const WeightKind row = row_kind(kind);
-  return row == WeightKind::kQ8_0 || row == WeightKind::kQ4_0 || row == WeightKind::kQ4_1 || row == WeightKind::kNibbles;
-}
-// Calls `use` with such a kind as a constant.
+// Calls `use` with a kind that has integers as a constant.
 template <class F>
-inline void with_quantized(WeightKind kind, F use) {
+inline void with_integers(WeightKind kind, F use) {
   switch (kind) {
     case WeightKind::kQ8_0: return use(std::integral_constant<WeightKind, WeightKind::kQ8_0>());
     case WeightKind::kQ4_0: return use(std::integral_constant<WeightKind, WeightKind::kQ4_0>());
