@@ -25,7 +25,7 @@ struct Products {
     digits_product<kDigits>(weight, packed, tokens, first_output, outputs, results);
   }
   // As many tokens as leave their digits in the second-level cache.
-  static constexpr ProductKernels kTable{kTokenBlock / kDigits, packed_size, pack, product};
+  static constexpr ProductKernels kTable{kDigits == kByteDigits ? kTokenBlock : kTokenBlock / 2, packed_size, pack, product};
 };
 
 const ProductKernels& float_products() { return avx512_kernels().products; }

@@ -68,7 +68,7 @@ void cut(ffi::ThreadPool& pool, Call& call) {
   const bool gated = call.activation != Activation::kNone;
   for (const Matrix& matrix : call.matrices) outputs += matrix.weight.out_features;
   if (gated) outputs /= 2;
-  const int64_t wanted = std::max<int64_t>(1, kTasksPerThread * thread_count(pool) / call.token_blocks);
+  const int64_t tasks = kTasksPerThread * thread_count(pool), wanted = (tasks + call.token_blocks - 1) / call.token_blocks;
   const int64_t even = (outputs / wanted + kChunkOutputs - 1) / kChunkOutputs * kChunkOutputs;
   call.chunk = std::clamp<int64_t>(even, kChunkOutputs, 16 * kOutputBlock);
   call.chunks = 0;
