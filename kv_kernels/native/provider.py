@@ -1,9 +1,9 @@
 """The native provider: C++ kernels on a CPU, the default there.
 
 Weights stay in their storage and activations stay float32 (half-width ones are widened exactly), so results agree with
-the reference to rounding. On levels that are made for it bfloat16 activations are multiplied as such, by weights rounded
-to bfloat16, or by exact integers. Everywhere a token's result has the same bits whatever its batch, chunk or number of
-threads.
+the reference to rounding. On levels made for it bfloat16 activations are multiplied as such by weights rounded to
+bfloat16, or as integers of 16 bits by exact ones. Everywhere a token's result has the same bits whatever its batch,
+chunk or number of threads.
 """
 
 from collections.abc import Sequence
