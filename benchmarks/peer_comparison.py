@@ -132,7 +132,7 @@ class Comparison:
         """The machine's limits as figures."""
         for name, values in self._machine_passes.items():
             unit = "GB/s" if name.startswith("read") else "GFLOP/s"
-            dtype = "bfloat16" if name.startswith("tile") else "float32"
+            dtype = {"bf16": "bfloat16", "int8": "int8"}.get(name.partition("_")[0], "float32")
             print_figure(self._figure(f"machine.{name}", [value / 1e9 for value in values], unit, {}, dtype))
 
     def close(self) -> None:

@@ -24,9 +24,9 @@ class EngineConfig:
         prefix_cache: keep the K/V of full pages and share it between requests that begin with the same tokens.
         longest_prefix_first: among those that have waited longest, admit the requests that share most first.
         max_waiting: requests that may wait; None for any number.
-        int8_activations: round activations to 8 bits, 32 with one scale, where weights of 4 or 8 bits meet them, as
-            other engines do by default: less exact, and faster on CPUs with AVX-512 VNNI that have no matrix tiles.
-            Refused elsewhere.
+        int8_activations: round activations to 8 bits, 32 with one scale, where weights of 4 bits meet them, or of 8 in
+            blocks of 32 (Q8_0), as other engines do by default: less exact, and faster on CPUs with AVX-512 VNNI and
+            BF16 that have no matrix tiles. Refused on others.
         provider: kernel provider by name, or `auto`.
         tensor_parallel: the number of devices; a model on one device is copied over so many. None for those it is on.
         max_adapters: low-rank adapters that can be loaded at once; 0 leaves them, and their cost, out.
@@ -74,14 +74,12 @@ class EngineConfig:
                 wanted = f"a whole number of at least {least}" + (", or None" if optional else "")
                 raise EngineConfigError(f"{name} is {value!r}; give {wanted}")
         for name in (
-            *(
-                "prefix_cache",
-                "longest_prefix_first",
-                "int8_activations",
-                "unroll_layers",
-                "compilation_cache",
-                "debug",
-            ),
+            "prefix_cache",
+            "longest_prefix_first",
+            "int8_activations",
+            "unroll_layers",
+            "compilation_cache",
+            "debug",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise EngineConfigError(f"{name} is {getattr(self, name)!r}; give True or False")

@@ -21,7 +21,7 @@ from kv_kernels.weights import LayerIndex, StoredWeight, Weight
 class KernelNeeds:
     """What a model and its cache ask of a provider; `window` and `soft_cap` are None where no layer has one.
 
-    With `int8_activations` activations are to be rounded to 8 bits where quantized weights meet them.
+    With `int8_activations` activations are to be rounded to 8 bits where weights that are small integers meet them.
     """
 
     platform: str

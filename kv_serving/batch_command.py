@@ -24,7 +24,10 @@ def batch(
     max_context: Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")] = None,
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
     int8_activations: Annotated[
-        bool, typer.Option("--int8-activations", help="Round activations to 8 bits where quantized weights meet them.")
+        bool,
+        typer.Option(
+            "--int8-activations", help="Round activations to 8 bits where weights of 4 bits or Q8_0 meet them."
+        ),
     ] = False,
     kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
     tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,

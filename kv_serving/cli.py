@@ -59,7 +59,7 @@ Int8Activations = Annotated[
     bool,
     typer.Option(
         "--int8-activations",
-        help="Round activations to 8 bits where weights of 4 or 8 bits meet them: faster on some CPUs, less exact.",
+        help="Round activations to 8 bits where weights of 4 bits or Q8_0 meet them: faster on some CPUs, less exact.",
     ),
 ]
 MaxContext = Annotated[int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")]

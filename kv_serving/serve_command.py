@@ -70,7 +70,10 @@ def serve(
     pooling: Annotated[str, typer.Option(help="How embeddings are made: mean, last or cls.")] = "mean",
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
     int8_activations: Annotated[
-        bool, typer.Option("--int8-activations", help="Round activations to 8 bits where quantized weights meet them.")
+        bool,
+        typer.Option(
+            "--int8-activations", help="Round activations to 8 bits where weights of 4 bits or Q8_0 meet them."
+        ),
     ] = False,
     kv_pool_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the K/V pages.")] = "512MiB",
     tokens_per_page: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,

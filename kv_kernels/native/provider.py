@@ -54,7 +54,8 @@ def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
 class NativeProvider:
     """C++ kernels; float32, bfloat16 and float16 pools, any head_dim, group size, page size, window and soft cap.
 
-    With `int8_activations` x is rounded to 8 bits, 32 numbers with one scale, where weights of 4 or 8 bits meet it.
+    With `int8_activations` x is rounded to 8 bits, 32 numbers with one scale, where weights of 4 bits meet
+    it, or of 8 in blocks of 32.
     """
 
     int8_activations: bool = False

@@ -14,7 +14,7 @@ namespace jaxkv {
 namespace {
 
 constexpr int kFloatDigits = 3;     // keep what float32 keeps
-constexpr int kBfloat16Digits = 2;  // keep numbers of bfloat16 that are above 2^-8 of their block's largest as they are
+constexpr int kBfloat16Digits = 2;  // keep numbers of bfloat16 as they are, down to a 127th of their block's largest
 constexpr int kByteDigits = 1;
 
 // What makes integers of kDigits digits of numbers up to `largest`, with a highest digit below 128; or 0. Of more than one
@@ -54,8 +54,9 @@ struct BlockDigits {
     const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
     const float scale = integer_scale<kDigits>(largest);
     place = !finite ? __builtin_nanf("") : scale == 0 ? 0.0f : 1.0f / scale;
-    __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(low, _mm512_set1_ps(scale)));
-    __m512i m = _mm512_cvtps_epi32(_mm512_mul_ps(high, _mm512_set1_ps(scale)));
+    const __mmask16 kept = finite ? 0xffff : 0;  // or sums of digits could overflow
+    __m512i n = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(low, _mm512_set1_ps(scale)));
+    __m512i m = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(high, _mm512_set1_ps(scale)));
     if constexpr (kDigits == kFloatDigits) {
       sum = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
     } else {

@@ -172,7 +172,9 @@ struct ProductKernels {
 struct Kernels {
   const char* name;
   ProductKernels products;       // to float32's accuracy
-  ProductKernels bf16_products;  // of x in bfloat16: the same, or both sides rounded to it where that is faster
+  // Of x in bfloat16: the same, or what is faster: both sides rounded to it, or x as integers of 16 bits a block with
+  // weights that have integers.
+  ProductKernels bf16_products;
   // Of x that may be rounded to 8 bits a block, with weights that have integers; none where that is not faster.
   ProductKernels int8_products;
   // Where the largest of `count` numbers is, the first of equals, if it is above *best, which it then becomes; else -1.

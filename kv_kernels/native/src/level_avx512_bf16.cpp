@@ -1,6 +1,6 @@
-// CPUs that multiply bytes (VNNI) and pairs of bf16 in vectors, but have no matrix tiles: quantized weights in exact
-// integers, of two digits where x is bfloat16 and of one on request; other products of bfloat16, and its attention, in
-// pairs. All else is the AVX-512 level's.
+// CPUs with AVX-512 VNNI, BF16 and VBMI but no matrix tiles. Weights that have integers are multiplied by integers: of three
+// digits where x is float32, of two where it is bfloat16, of one on request. Other products of bfloat16, and its attention,
+// are in pairs. All else is the AVX-512 level's.
 #include "digits_product.h"
 #include "pair_attention.h"
 #include "pair_product.h"

@@ -243,7 +243,8 @@ GroupNumbers PartReader::group_numbers(const char* name, const WeightView& view,
   const MatrixPart part = matrix(name, {ffi::DataType::F16, ffi::DataType::F32});
   if (check_.failed()) return {};
   const int64_t blocks = view.in_features / kQuantBlock;
-  const bool fits = view.in_features % kQuantBlock == 0 && part.columns > 0 && blocks % part.columns == 0;
+  const bool fits =
+      view.in_features % kQuantBlock == 0 && blocks > 0 && part.columns > 0 && blocks % part.columns == 0;
   require_beside(name, part, view, layers, fits, "a divisor of ", blocks);
   if (check_.failed()) return {};
   const bool wide = part.dtype == ffi::DataType::F32;

@@ -59,7 +59,7 @@ class RowsAhead {
   void add(const void* base, int64_t offset, int64_t size) {
     if (base == nullptr || size == 0) return;
     const char* at = static_cast<const char*>(base) + offset;
-    ranges_[count_++] = {at, at + size};
+    ranges_[count_++] = {at - reinterpret_cast<uintptr_t>(at) % 64, at + size};
   }
 
   Range ranges_[kMostRanges];
