@@ -52,19 +52,19 @@ void pair_product_of(const WeightView& weight, const float* packed, int64_t toke
     const int64_t count = in - first < panel ? in - first : panel, padded = (count + kPairStep - 1) / kPairStep * kPairStep;
     for (int64_t output = 0; output < outputs; output += kPairedRows) {
       int64_t groups = 0;
+      RowsAfter after;
+      after.bytes = 2 * Rows::kElementBytes;
       for (int64_t row = output; row < outputs && groups < kUnpackedGroups; row += kRowGroup, ++groups) {
         const Rows rows(weight, first_output + row, first, count);
         for (int64_t n = 0; n < kRowGroup; ++n) {
           const bool as_it_lies = std::is_same_v<Rows, DenseRows<Avx512Simd, Element::kBF16>> && count == padded;
-          w[groups * kRowGroup + n] = as_it_lies ? rows.floats(n) : narrow[groups * kRowGroup + n];
+          after.set(groups * kRowGroup + n, kPairedRows, weight, first_output + row + n, rows.stored(n), Rows::kElementBytes);
+          w[groups * kRowGroup + n] = as_it_lies ? static_cast<const float*>(rows.stored(n)) : narrow[groups * kRowGroup + n];
           if (as_it_lies) continue;
           pair_row(rows, n, count, wide, narrow[groups * kRowGroup + n]);
         }
       }
-      RowsAhead ahead;
-      if constexpr (Rows::kDense)
-        ahead = RowsAhead::of_panel(weight, Rows::kElement, first_output + output + kPairedRows, kPairedRows, first, count);
-      tiles<PairSimd>(packed, tokens, stride, w, groups, padded / 2, results + output, kOutputBlock, first > 0, ahead);
+      tiles<PairSimd>(packed, tokens, stride, w, groups, padded / 2, results + output, kOutputBlock, first > 0, after);
     }
   }
 }

@@ -27,6 +27,8 @@ static inline void direct(const Rows& rows, const float* x, int64_t x_stride, fl
 #pragma GCC unroll 4
     for (int n = 0; n < kRowGroup; ++n) {
       V values[kVectors];
+      if constexpr (Rows::kElementBytes > 0)
+        __builtin_prefetch(static_cast<const char*>(rows.stored(n)) + rows.after() + k * Rows::kElementBytes, 0, 2);
       rows.read(n, k, values);
 #pragma GCC unroll 8
       for (int64_t j = 0; j < kVectors; ++j)
@@ -64,22 +66,22 @@ static inline void by_buffer(const WeightView& weight, int64_t first_output, int
   const int64_t padded = (count + S::kWidth - 1) / S::kWidth * S::kWidth;
   for (int64_t output = first_output; output < last_output; output += kUnpackedRows) {
     int64_t groups = 0;
+    RowsAfter after;
+    after.bytes = Rows::kElementBytes;
     for (int64_t row = output; row < last_output && groups < kUnpackedGroups; row += kRowGroup, ++groups) {
       const Rows rows(weight, row, first, count);
       for (int64_t n = 0; n < kRowGroup; ++n) {
         float* buffer = unpacked[groups * kRowGroup + n];
+        after.set(groups * kRowGroup + n, kUnpackedRows, weight, row + n, rows.stored(n), Rows::kElementBytes);
         if (Rows::kFloat && !rows.has_tail()) {
-          w[groups * kRowGroup + n] = rows.floats(n);
+          w[groups * kRowGroup + n] = static_cast<const float*>(rows.stored(n));
         } else {
           unpack_panel_row<S>(rows, n, buffer);
           w[groups * kRowGroup + n] = buffer;
         }
       }
     }
-    RowsAhead ahead;
-    if constexpr (Rows::kDense)
-      ahead = RowsAhead::of_panel(weight, Rows::kElement, output + kUnpackedRows, kUnpackedRows, first, count);
-    tiles<S>(x, tokens, x_stride, w, groups, padded, out + (output - first_output), kOutputBlock, add, ahead);
+    tiles<S>(x, tokens, x_stride, w, groups, padded, out + (output - first_output), kOutputBlock, add, after);
   }
 }
 

@@ -16,20 +16,12 @@ class RowsAhead {
   // Rows [first, first + rows) of a weight with a float16 for every block, in rows or in tiles.
   static RowsAhead of_blocks(const WeightView& weight, int64_t first, int64_t rows) {
     RowsAhead ahead;
-    const int64_t blocks = weight.in_features / kQuantBlock, count = present(weight, first, rows) * blocks;
+    const int64_t left = weight.out_features > first ? weight.out_features - first : 0;
+    const int64_t blocks = weight.in_features / kQuantBlock, count = (rows < left ? rows : left) * blocks;
     const int64_t quant_bytes = weight.kind == WeightKind::kQ8_0 ? 32 : 16;
     ahead.add(weight.values, first * blocks * quant_bytes, count * quant_bytes);
     ahead.add(weight.scales, first * blocks * 2, count * 2);
     ahead.add(weight.mins, first * blocks * 2, count * 2);
-    return ahead;
-  }
-  // `count` elements from `begin` on of rows [first, first + rows) of a dense weight.
-  static RowsAhead of_panel(const WeightView& weight, Element element, int64_t first, int64_t rows, int64_t begin,
-                            int64_t count) {
-    RowsAhead ahead;
-    const int64_t size = element_size(element), end = first + present(weight, first, rows);
-    for (int64_t row = first; row < end && ahead.count_ < kMostRanges; ++row)
-      ahead.add(weight.values, (row * weight.in_features + begin) * size, count * size);
     return ahead;
   }
   int64_t lines() const {
@@ -50,19 +42,13 @@ class RowsAhead {
   struct Range {
     const char *at, *end;
   };
-  static constexpr size_t kMostRanges = kUnpackedGroups * kRowGroup;
-
-  static int64_t present(const WeightView& weight, int64_t first, int64_t rows) {
-    const int64_t left = weight.out_features > first ? weight.out_features - first : 0;
-    return rows < left ? rows : left;
-  }
   void add(const void* base, int64_t offset, int64_t size) {
     if (base == nullptr || size == 0) return;
     const char* at = static_cast<const char*>(base) + offset;
     ranges_[count_++] = {at - reinterpret_cast<uintptr_t>(at) % 64, at + size};
   }
 
-  Range ranges_[kMostRanges];
+  Range ranges_[3];
   size_t count_ = 0, next_ = 0;
 };
 

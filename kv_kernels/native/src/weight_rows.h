@@ -16,11 +16,11 @@ class DenseRows {
  public:
   static constexpr int64_t kStep = S::kWidth;
   static constexpr bool kFloat = E == Element::kF32;
-  static constexpr bool kDense = true;
-  static constexpr Element kElement = E;
+  static constexpr int64_t kElementBytes = kFloat ? 4 : 2;
 
   // Rows past the last one repeat it; their results are not stored.
   DenseRows(const WeightView& weight, int64_t row, int64_t first, int64_t count) : count_(count) {
+    after_ = row + 2 * kRowGroup <= weight.out_features ? kRowGroup * weight.in_features * element_size(E) : 0;
     for (int64_t i = 0; i < kRowGroup; ++i) {
       const int64_t actual = row + i < weight.out_features ? row + i : weight.out_features - 1;
       rows_[i] = static_cast<const char*>(weight.values) + (actual * weight.in_features + first) * element_size(E);
@@ -33,18 +33,20 @@ class DenseRows {
   void read_tail(int64_t row, int64_t k, typename S::V* out) const {
     out[0] = load_tail_as_float<S, E>(rows_[row], k, count_ - k);
   }
-  const float* floats(int64_t row) const { return reinterpret_cast<const float*>(rows_[row]); }
+  const void* stored(int64_t row) const { return rows_[row]; }
+  int64_t after() const { return after_; }
 
  private:
   const char* rows_[kRowGroup];
-  int64_t count_;
+  int64_t count_, after_;
 };
 
 template <class S, WeightKind kKind>
 class QuantRows {
  public:
   static constexpr int64_t kStep = kQuantBlock;
-  static constexpr bool kFloat = false, kDense = false;
+  static constexpr bool kFloat = false;
+  static constexpr int64_t kElementBytes = 0;  // of no whole number
   static constexpr int64_t kBlockBytes = kKind == WeightKind::kQ8_0 ? 32 : 16;
   static constexpr int64_t kBlockStride = in_tiles(kKind) ? WeightTile::kBlockBytes : kBlockBytes;
 
@@ -84,7 +86,7 @@ class QuantRows {
     if constexpr (row_kind(kKind) == WeightKind::kQ4_1) S::unpack_nibbles(quants, scale, mins_[row][block], out);
   }
   void read_tail(int64_t, int64_t, typename S::V*) const {}
-  const float* floats(int64_t) const { return nullptr; }
+  const void* stored(int64_t) const { return nullptr; }
 
  private:
   static void widen_tile_row(const uint16_t* from, int64_t blocks, float* to) {
@@ -130,7 +132,8 @@ template <class S, WeightKind kKind>
 class GroupedRows {
  public:
   static constexpr int64_t kStep = kQuantBlock;
-  static constexpr bool kFloat = false, kDense = false;
+  static constexpr bool kFloat = false;
+  static constexpr int64_t kElementBytes = 0;  // of no whole number
   static constexpr bool kHasMins = kKind != WeightKind::kBytes && kKind != WeightKind::kFloat8;
   static constexpr int kHighBits = kKind == WeightKind::kFiveBits ? 1 : kKind == WeightKind::kSixBits ? 2 : 0;
   static constexpr int kPerBlock = kKind == WeightKind::kSixBits ? 2 : 1;  // scales of a block
@@ -172,7 +175,7 @@ class GroupedRows {
     }
   }
   void read_tail(int64_t, int64_t, typename S::V*) const {}
-  const float* floats(int64_t) const { return nullptr; }
+  const void* stored(int64_t) const { return nullptr; }
 
  private:
   const uint8_t* rows_[kRowGroup];
