@@ -26,7 +26,7 @@ using IntegerSums = __m512i[kTokens][kOutputTiles];
 
 // One digit of every token, [tokens][32], times a block's quants.
 template <int kTokens, int kOutputTiles>
-inline void add_digit(const __m512i* const* quants, const char* digits, IntegerSums<kTokens, kOutputTiles>& sums) {
+inline __attribute__((always_inline)) void add_digit(const __m512i* const* quants, const char* digits, IntegerSums<kTokens, kOutputTiles>& sums) {
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockVectors; ++i) {
     __m512i weight[kOutputTiles];
@@ -43,13 +43,14 @@ inline void add_digit(const __m512i* const* quants, const char* digits, IntegerS
   }
 }
 
-// A block of some tokens times some tiles of outputs; `quants` are raised by the kind's offset.
+// A block of some tokens times some tiles of outputs; `quants` are raised by the kind's offset. It has to be inlined, or its
+// sums would be in memory.
 template <WeightKind kKind, int kDigits, int kTokens, int kOutputTiles>
-inline void add_block(const __m512i* const* quants, const char* digits, const float* numbers,
+inline __attribute__((always_inline)) void add_block(const __m512i* const* quants, const char* digits, const float* numbers,
                       const BlockScales<kOutputTiles>& scales, bool is_first, float* to) {
   constexpr int64_t kDigitBytes = kTokens * kQuantBlock;
-  const auto number = [&](int which, int t) { return _mm512_set1_ps(numbers[which * kTokens + t]); };
-  const auto begin = [&](IntegerSums<kTokens, kOutputTiles>& sums, int added) {
+  const auto number = [&](int which, int t) __attribute__((always_inline)) { return _mm512_set1_ps(numbers[which * kTokens + t]); };
+  const auto begin = [&](IntegerSums<kTokens, kOutputTiles>& sums, int added) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
