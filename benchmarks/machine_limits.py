@@ -120,6 +120,11 @@ double byte_multiply_add(long rounds) { (void)rounds; return 0; }
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
 
 
+def dtype_of(kind: str) -> str:
+    """What a kind of limit, by the name of its method, is about."""
+    return {"bf16": "bfloat16", "int8": "int8"}.get(kind.partition("_")[0], "float32")
+
+
 class MachineLimits:
     """Measures on request, so that the machine takes its turns beside the engines."""
 

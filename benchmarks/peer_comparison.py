@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gguf_forms import GgufFormError, costs_of
-from machine_limits import MachineLimits
+from machine_limits import MachineLimits, dtype_of
 from peer_process import PeerProcess
 from peer_targets import Measure, limits_of, measures_of
 from peer_worker import THREADS
@@ -132,8 +132,7 @@ class Comparison:
         """The machine's limits as figures."""
         for name, values in self._machine_passes.items():
             unit = "GB/s" if name.startswith("read") else "GFLOP/s"
-            dtype = {"bf16": "bfloat16", "int8": "int8"}.get(name.partition("_")[0], "float32")
-            print_figure(self._figure(f"machine.{name}", [value / 1e9 for value in values], unit, {}, dtype))
+            print_figure(self._figure(f"machine.{name}", [value / 1e9 for value in values], unit, {}, dtype_of(name)))
 
     def close(self) -> None:
         """End every process."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine_limits import MachineLimits
+from machine_limits import MachineLimits, dtype_of
 from reporting import figure_from_passes, print_figure
 
 from kv_execution import EngineConfig, PagedEngine, SamplingParams
@@ -129,9 +129,14 @@ def measure_limits(passes: int, weight_bytes: int) -> None:
 
 def print_limit(name: str, values: list[float], unit: str) -> None:
     """One limit as JSON and as a line for people."""
-    dtype = {"bf16": "bfloat16", "int8": "int8"}.get(name.split(".")[1].partition("_")[0], "float32")
     figure = figure_from_passes(
-        name, values, unit, workload={}, dtype=dtype, threads=THREADS, max_disagreement=MAX_DISAGREEMENT
+        name,
+        values,
+        unit,
+        workload={},
+        dtype=dtype_of(name.split(".")[1]),
+        threads=THREADS,
+        max_disagreement=MAX_DISAGREEMENT,
     )
     print_figure(figure)
     print(f"{name:<36} {figure.value:9.1f} {unit}  {figure.reason or ''}", file=sys.stderr)

@@ -8,7 +8,6 @@
 namespace jaxkv {
 namespace {
 
-//
 // Rows that are read next may be given: what lies there where w is read is asked for, a few lines at a time, since all at once
 // they would keep the processor waiting as long as reading them.
 template <class S, int M>
