@@ -20,6 +20,7 @@ from paged_case import build_table, dense_answer, make_case
 
 from kv_kernels.dequantize import dequantize
 from kv_kernels.native import NativeProvider
+from kv_kernels.provider import PoolPair
 from kv_kernels.weights import BLOCK_SIZE, take_layer
 
 NATIVE = NativeProvider()
@@ -35,7 +36,7 @@ def rounded(values: np.ndarray | jax.Array) -> np.ndarray:
 
 def in_integers(x: np.ndarray) -> np.ndarray:
     """x [tokens, in] rounded to integers of 16 bits times a power of two, the same for 32 numbers."""
-    blocks = x.reshape(len(x), -1, BLOCK_SIZE)
+    blocks = x.reshape(len(x), x.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
     exponent = np.frexp(largest * (128 / 127))[1] - 1
     step = np.ldexp(1.0, exponent - 14)
@@ -75,7 +76,7 @@ def check_a_product(kind, level, tokens, out_features, in_features, seed):
 
 def in_bytes(x: np.ndarray) -> np.ndarray:
     """x [tokens, in] float32 rounded to whole 127ths of the largest of 32 numbers."""
-    blocks = x.reshape(len(x), -1, BLOCK_SIZE)
+    blocks = x.reshape(len(x), x.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
     scale = np.float32(127) / np.abs(blocks).max(axis=-1, keepdims=True)
     return (np.rint(blocks * scale) * (np.float32(1) / scale)).reshape(x.shape)
 
@@ -131,7 +132,7 @@ MIXTURES = {
     "seed": st.integers(0, 99),
     "tokens_per_page": st.sampled_from([1, 3, 16, 128]),
     "kv_heads": st.sampled_from([1, 3]),
-    "group": st.sampled_from([1, 3, 5, 16]),
+    "group": st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 16]),
     "head_dim": st.sampled_from([24, 32, 64, 96, 256]),
     "window": st.sampled_from([None, 1, 7, 64, 130]),
     "soft_cap": st.sampled_from([None, 5.0]),
@@ -174,9 +175,12 @@ def test_what_no_row_holds_cannot_reach_the_output_even_as_nan():
     np.testing.assert_array_equal(attend(quiet), attend(loud))
 
 
-@pytest.mark.parametrize(("window", "head_dim"), [(None, 64), (33, 64), (None, 40)])
-def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_count(window, head_dim):
-    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "dtype": "bfloat16"}
+@pytest.mark.parametrize(
+    ("window", "head_dim", "group"),
+    [(None, 64, 3), (33, 64, 3), (32, 64, 2), (None, 40, 3), (None, 96, 1), (33, 128, 8), (None, 192, 5), (9, 32, 16)],
+)
+def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_count(window, head_dim, group):
+    sizes = {"heads": 2 * group, "kv_heads": 2, "head_dim": head_dim, "dtype": "bfloat16"}
     together = make_case(5, kv_len=[70, 200, 150], query_len=[70, 1, 100], **sizes)
     with running(threads=1):
         whole = attend(together, window=window)
@@ -188,6 +192,19 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_co
                 for first, last in itertools.pairwise(cuts):
                     got = attend(alone(together, row, slice(first, last)), window=window)
                     np.testing.assert_array_equal(got, whole[starts[row] + first : starts[row] + last])
+
+
+@pytest.mark.parametrize(("window", "position"), [(None, 20), (8, 13)], ids=["the newest key", "the oldest in the window"])
+def test_an_infinite_value_beside_a_key_that_is_not_seen_is_no_nan(window, position):
+    case = make_case(5, kv_len=[23], query_len=[3], heads=6, head_dim=64, dtype="bfloat16")
+    page = case.layer * case.num_pages + int(case.table.page_ids[position // 16])
+    values = np.array(case.v_rows[0])
+    values[position, 0, 0] = np.inf
+    pools = PoolPair(case.pools.k, case.pools.v.at[page, position % 16, 0, 0].set(np.inf))
+    case = case._replace(v_rows=[values], pools=pools)
+    whole = attend(case, window=window)
+    assert np.isposinf(whole[0, :3, 0]).all()  # of the query heads of that K/V head
+    np.testing.assert_array_equal(attend(alone(case, 0, slice(0, 1)), window=window), whole[:1])
 
 
 def test_a_decode_has_the_same_bits_among_many_whose_heads_are_taken_together():

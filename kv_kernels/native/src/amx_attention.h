@@ -27,6 +27,7 @@ inline bool is_narrow(const Attention& a) {
 
 struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
   using Simd = Avx512Simd;
+  using Ahead = KeysAhead;
   int64_t tiles, height;  // of query rows
   uint16_t *keys;         // [kKeyBlock][head_dim]
   char *values;           // [key steps][dim tiles][16 pairs of keys][16] pairs of bf16
@@ -106,7 +107,7 @@ struct NarrowBlock : SoftmaxScratch<Avx512Simd> {
   void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
   void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
 
-  void weigh(int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead& ahead) const {
+  void weigh(const Attention&, int64_t, int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead& ahead) const {
     const int64_t steps = (count + kDimStep - 1) / kDimStep, dim_tiles = stride / 16;
     const int64_t padded = (count + 15) / 16 * 16;
     for (int64_t t = 0; t < tiles; ++t) {

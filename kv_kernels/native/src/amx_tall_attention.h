@@ -122,7 +122,7 @@ struct TallBlock : NarrowBlock {
     }
   }
 
-  void weigh(int64_t count, const SoftmaxSums<Avx512Simd>&, KeysAhead&) const {
+  void weigh(const Attention&, int64_t, int64_t count, const SoftmaxSums<Avx512Simd>&, KeysAhead&) const {
     const int64_t steps = (count + kDimStep - 1) / kDimStep, dim_tiles = stride / 16;
     for (int64_t t = 0; t < tiles; ++t) {
       pair_column(t, (count + 15) / 16 * 16, steps);

@@ -6,6 +6,7 @@
 #include "attention_softmax.h"
 #include "combine.h"
 #include "convert.h"
+#include "keys_ahead.h"
 
 namespace jaxkv {
 namespace {
@@ -49,6 +50,7 @@ static inline void load_block(const Attention& a, const QueryTile& tile, int64_t
 template <class S>
 struct WideBlock : SoftmaxScratch<S> {
   using Simd = S;
+  using Ahead = KeysAhead;
   float *keys, *turned, *values, *query;
 
   WideBlock(const Attention& a, int64_t tokens, float* memory) : SoftmaxScratch<S>(a, tokens, memory) {
@@ -80,7 +82,7 @@ struct WideBlock : SoftmaxScratch<S> {
     softmax_rows<S>(a, *this, sums, padded, ahead, visible_to, exp_nonpositive<S>);
   }
   // The sums so far, shrunk, and the values of that block by their weights.
-  void weigh(int64_t count, const SoftmaxSums<S>& sums, KeysAhead&) const {
+  void weigh(const Attention&, int64_t, int64_t count, const SoftmaxSums<S>& sums, KeysAhead&) const {
     combine<S>(this->rows, this->shrink, this->scores, kKeyBlock, values, this->stride, count, sums.acc, this->stride,
                this->stride);
   }

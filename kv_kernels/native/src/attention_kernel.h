@@ -24,7 +24,7 @@ static int64_t attend_scratch(const Attention& a, int64_t tokens) {
 template <class Block>
 class Heads {
  public:
-  Heads(const Attention& a, const QueryTile& tile, HeadRange heads, KeysAhead& ahead, float* memory)
+  Heads(const Attention& a, const QueryTile& tile, HeadRange heads, typename Block::Ahead& ahead, float* memory)
       : a_(a), tile_(tile), heads_(heads), ahead_(ahead), memory_(memory), size_(attend_scratch<Block>(a, tile.tokens)) {
     each([&](int64_t head, const Block& block) { block.begin(a, tile, heads.first + head); });
   }
@@ -62,13 +62,13 @@ class Heads {
       const int64_t seen = (position + 1 < tile_.kv_len ? position + 1 : tile_.kv_len) - first;
       return Visible{a_.window > 0 ? position - a_.window + 1 - first : 0, seen < count ? seen : count};
     });
-    block.weigh(count, sums, ahead_);
+    block.weigh(a_, kv_head, count, sums, ahead_);
   }
 
   const Attention& a_;
   const QueryTile& tile_;
   HeadRange heads_;
-  KeysAhead& ahead_;
+  typename Block::Ahead& ahead_;
   float* memory_;
   int64_t size_;
 };
@@ -96,7 +96,7 @@ static int64_t partial_size(const Attention& a, int64_t tokens) {
 
 template <class Block>
 static void attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* memory) {
-  KeysAhead ahead(a, tile, heads, next);
+  typename Block::Ahead ahead(a, tile, heads, next);
   const Heads<Block> all(a, tile, heads, ahead, memory);
   all.each([](int64_t, const Block& block) { block.sums(block.all).clear(); });
   for (int64_t split = tile.oldest_key(a.window) / kSplitKeys; split * kSplitKeys < tile.end_key(); ++split) {
@@ -112,7 +112,7 @@ template <class Block>
 static void attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, NextKeys next,
                          float* partials, float* memory) {
   const int64_t size = partial_size<typename Block::Simd>(a, tile.tokens);
-  KeysAhead ahead(a, tile, heads, next, (split + 1) * kSplitKeys);
+  typename Block::Ahead ahead(a, tile, heads, next, (split + 1) * kSplitKeys);
   Heads<Block>(a, tile, heads, ahead, memory).attend_split(split, [&](int64_t head, const Block& block) {
     return block.sums(partials + head * size);
   });

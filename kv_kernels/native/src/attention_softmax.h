@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "elementwise.h"
-#include "keys_ahead.h"
 
 namespace jaxkv {
 namespace {
@@ -106,9 +105,9 @@ struct Visible {
 
 // Scores [rows][padded] to weights relative to the rows' new best; keys that a row does not see get 0. Updates best and
 // total, and gives in `shrink` what the sums so far are worth relative to the new best. `exp` is of numbers up to 0.
-template <class S, class F, class E>
+template <class S, class A, class F, class E>
 static inline void softmax_rows(const Attention& a, const SoftmaxScratch<S>& s, const SoftmaxSums<S>& sums,
-                                int64_t padded, KeysAhead& ahead, F visible_to, E exp) {
+                                int64_t padded, A& ahead, F visible_to, E exp) {
   using V = typename S::V;
   for (int64_t row = 0; row < s.rows; ++row) {
     ahead.ask(3);

@@ -2,7 +2,7 @@
 // digits where x is float32, of two where it is bfloat16, of one on request. Other products of bfloat16, and its attention,
 // are in pairs. All else is the AVX-512 level's.
 #include "digits_product.h"
-#include "pair_attention.h"
+#include "lone_attention.h"
 #include "pair_product.h"
 
 namespace jaxkv {

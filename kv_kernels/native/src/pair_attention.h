@@ -17,26 +17,26 @@ inline bool in_pairs(const Attention& a) {
   return a.q_type == Element::kBF16 && a.pool_type == Element::kBF16 && a.head_dim % kPairStep == 0;
 }
 
-struct PairBlock : SoftmaxScratch<Avx512Simd> {
-  using Simd = Avx512Simd;
-  float *keys;      // [head_dim / 2][kKeyBlock] pairs of dimensions
-  float *values;    // [kKeyBlock / 2][head_dim] pairs of keys
-  float *queries;   // [rows][head_dim / 2] pairs of dimensions
-  float *shares;    // [rows][kKeyBlock / 2] pairs of keys
-  float *query;     // [head_dim]
-  uint16_t *zeros;  // [head_dim]
+// Numbers as pairs of those that follow each other; the last whole vector of them is read.
+static void narrow_row(const float* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kPairStep)
+    _mm512_storeu_si512(to + i / 2, narrowed(_mm512_loadu_ps(from + i), _mm512_loadu_ps(from + i + 16)));
+}
 
-  PairBlock(const Attention& a, int64_t tokens, float* memory) : SoftmaxScratch<Avx512Simd>(a, tokens, memory) {
-    keys = take(a.head_dim / 2 * kKeyBlock);
-    values = take(kKeyBlock / 2 * a.head_dim);
+// What blocks of pairs have in common, few rows or many.
+struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
+  using Simd = Avx512Simd;
+  float *queries;  // [rows][head_dim / 2] pairs of dimensions
+  float *shares;   // [rows][kKeyBlock / 2] pairs of keys
+  float *query;    // [head_dim]
+
+  PairSoftmax(const Attention& a, int64_t tokens, float* memory) : SoftmaxScratch<Avx512Simd>(a, tokens, memory) {
     queries = take(rows * a.head_dim / 2);
     shares = take(rows * kKeyBlock / 2);
     query = take(a.head_dim);
-    zeros = reinterpret_cast<uint16_t*>(take(a.head_dim / 2));
   }
 
   void begin(const Attention& a, const QueryTile& tile, int64_t kv_head) const {
-    std::memset(zeros, 0, static_cast<size_t>(a.head_dim) * 2);
     for (int64_t row = 0; row < rows; ++row) {
       load_query<Avx512Simd>(a, tile, kv_head, row, a.head_dim, query);
       narrow_row(query, a.head_dim, queries + row * a.head_dim / 2);
@@ -45,15 +45,8 @@ struct PairBlock : SoftmaxScratch<Avx512Simd> {
   void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
   void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
 
-  void score(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
-             int64_t padded, KeysAhead& ahead) const {
-    load(a, tile, kv_head, first, count, padded, ahead);
-    combine<PairSimd>(rows, nullptr, queries, a.head_dim / 2, keys, kKeyBlock, a.head_dim / 2, scores, kKeyBlock,
-                      padded);
-  }
-  template <class F>
-  void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t padded, KeysAhead& ahead,
-              F visible_to) const {
+  template <class A, class F>
+  void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t padded, A& ahead, F visible_to) const {
     softmax_rows<Avx512Simd>(a, *this, sums, padded, ahead, visible_to, quick_exp);
     for (int64_t row = 0; row < rows; ++row) {
       float* weights = scores + row * kKeyBlock;
@@ -61,17 +54,35 @@ struct PairBlock : SoftmaxScratch<Avx512Simd> {
       narrow_row(weights, padded, shares + row * kKeyBlock / 2);
     }
   }
-  void weigh(int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead&) const {
+};
+
+struct PairBlock : PairSoftmax {
+  using Ahead = KeysAhead;
+  float *keys;      // [head_dim / 2][kKeyBlock] pairs of dimensions
+  float *values;    // [kKeyBlock / 2][head_dim] pairs of keys
+  uint16_t *zeros;  // [head_dim]
+
+  PairBlock(const Attention& a, int64_t tokens, float* memory) : PairSoftmax(a, tokens, memory) {
+    keys = take(a.head_dim / 2 * kKeyBlock);
+    values = take(kKeyBlock / 2 * a.head_dim);
+    zeros = reinterpret_cast<uint16_t*>(take(a.head_dim / 2));
+  }
+
+  void begin(const Attention& a, const QueryTile& tile, int64_t kv_head) const {
+    std::memset(zeros, 0, static_cast<size_t>(a.head_dim) * 2);
+    PairSoftmax::begin(a, tile, kv_head);
+  }
+  void score(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count,
+             int64_t padded, KeysAhead& ahead) const {
+    load(a, tile, kv_head, first, count, padded, ahead);
+    combine<PairSimd>(rows, nullptr, queries, a.head_dim / 2, keys, kKeyBlock, a.head_dim / 2, scores, kKeyBlock,
+                      padded);
+  }
+  void weigh(const Attention&, int64_t, int64_t count, const SoftmaxSums<Avx512Simd>& sums, KeysAhead&) const {
     combine<PairSimd>(rows, shrink, shares, kKeyBlock / 2, values, stride, (count + 1) / 2, sums.acc, stride, stride);
   }
 
  private:
-  // Numbers as pairs of those that follow each other; the last whole vector of them is read.
-  static void narrow_row(const float* from, int64_t count, float* to) {
-    for (int64_t i = 0; i < count; i += kPairStep)
-      _mm512_storeu_si512(to + i / 2, narrowed(_mm512_loadu_ps(from + i), _mm512_loadu_ps(from + i + 16)));
-  }
-
   // `count` keys and their values; zeros after them and for pages that were given back.
   void load(const Attention& a, const QueryTile& tile, int64_t kv_head, int64_t first, int64_t count, int64_t padded,
             KeysAhead& ahead) const {
@@ -110,22 +121,6 @@ struct PairBlock : SoftmaxScratch<Avx512Simd> {
     }
   }
 };
-
-int64_t pair_attend_scratch(const Attention& a, int64_t tokens) {
-  if (!in_pairs(a)) return avx512_kernels().attend_scratch(a, tokens);
-  return attend_scratch<PairBlock>(a, tokens);
-}
-
-void pair_attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* scratch) {
-  if (!in_pairs(a)) return avx512_kernels().attend(a, tile, heads, next, scratch);
-  attend<PairBlock>(a, tile, heads, next, scratch);
-}
-
-void pair_attend_split(const Attention& a, const QueryTile& tile, HeadRange heads, int64_t split, NextKeys next,
-                       float* partials, float* scratch) {
-  if (!in_pairs(a)) return avx512_kernels().attend_split(a, tile, heads, split, next, partials, scratch);
-  attend_split<PairBlock>(a, tile, heads, split, next, partials, scratch);
-}
 
 }  // namespace
 }  // namespace jaxkv

@@ -27,8 +27,9 @@ static inline void direct(const Rows& rows, const float* x, int64_t x_stride, fl
 #pragma GCC unroll 4
     for (int n = 0; n < kRowGroup; ++n) {
       V values[kVectors];
-      if constexpr (Rows::kElementBytes > 0)
-        __builtin_prefetch(static_cast<const char*>(rows.stored(n)) + rows.after() + k * Rows::kElementBytes, 0, 2);
+      // One token reads rows as fast as they come, which the processor foresees.
+      if constexpr (Rows::kElementBytes > 0 && M > 1)
+        __builtin_prefetch(static_cast<const char*>(rows.stored(n)) + rows.after() + k * Rows::kElementBytes, 0, 3);
       rows.read(n, k, values);
 #pragma GCC unroll 8
       for (int64_t j = 0; j < kVectors; ++j)

@@ -21,7 +21,7 @@ static inline void tile(const float* x, int64_t x_stride, const float* const* w,
     for (int n = 0; n < kRowGroup; ++n) sums[m][n] = S::zero();
   const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
   for (int64_t k = 0; k < count; k += S::kWidth) {
-    for (int64_t i = 0; i < rows_ahead; ++i) __builtin_prefetch(ahead[i] + k * ahead_bytes, 0, 2);
+    for (int64_t i = 0; i < rows_ahead; ++i) __builtin_prefetch(ahead[i] + k * ahead_bytes, 0, 3);
     const V a = S::load(w0 + k), b = S::load(w1 + k), c = S::load(w2 + k), d = S::load(w3 + k);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
