@@ -85,7 +85,7 @@ class Admission:
         running = self._running
         lower = self._residency.request_map.live & ~running.held & (running.priority < head.priority)
         # A request that has aged past `head` is its senior, whatever its priority.
-        lower &= running.senior_step > head.seniority.step
+        lower &= running.senior_turn > head.seniority.turn
         return running.by_seniority(np.flatnonzero(lower))[::-1]
 
     def _outstanding_pages(self) -> int:

@@ -1,8 +1,10 @@
 """Requests that wait for a row: new ones, and those that were preempted.
 
-Order is by virtual arrival: a request counts as having arrived `priority * AGING_STEPS` steps before it did. That is
-aging without bookkeeping: a request of low priority is overtaken only by those of higher priority that arrive within a
-bounded number of steps. A preempted request keeps its arrival, so it returns to its old place and not to the end.
+Order is by when a request would be through its prompt if it had the whole budget from its arrival on, the virtual
+finish time of fair queueing (Demers, Keshav and Shenker, 1989), and as if it had arrived `priority * AGING_STEPS` steps
+earlier. Of those that come together the shortest goes first, which is what makes the mean wait shortest. It is aging
+without bookkeeping, too: a request is overtaken only by those that arrive within as many steps as its own prompt takes,
+or of higher priority within a bounded number. A preempted request keeps its turn, so it returns to its old place.
 """
 
 from bisect import bisect_left, insort
@@ -23,9 +25,9 @@ MAX_TIMES_PASSED = 64
 
 
 class Seniority(NamedTuple):
-    """Smaller is more senior: the step of the virtual arrival, and the order of arrival among equals."""
+    """Smaller is more senior: the virtual finish in tokens of steps' budgets, and the order of arrival among equals."""
 
-    step: int
+    turn: int
     order: int
 
 

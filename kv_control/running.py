@@ -28,7 +28,7 @@ class RunningRequests:
         self.prompt_len = np.zeros(max_requests, np.int64)
         self.max_tokens_total = np.zeros(max_requests, np.int64)
         self.priority = np.zeros(max_requests, np.int64)
-        self.senior_step = np.zeros(max_requests, np.int64)
+        self.senior_turn = np.zeros(max_requests, np.int64)
         self.senior_order = np.zeros(max_requests, np.int64)
         self.request_id = np.full(max_requests, -1, np.int64)
         self.held = np.zeros(max_requests, np.bool_)
@@ -44,7 +44,7 @@ class RunningRequests:
         self.prompt_len[row] = request.prompt_len
         self.max_tokens_total[row] = request.max_tokens_total
         self.priority[row] = request.priority
-        self.senior_step[row], self.senior_order[row] = request.seniority
+        self.senior_turn[row], self.senior_order[row] = request.seniority
         self.request_id[row] = request.request_id
         self.held[row] = held
         self._request[row] = request
@@ -62,7 +62,7 @@ class RunningRequests:
 
     def by_seniority(self, rows: Int64Array) -> Int64Array:
         """`rows` [n], most senior first."""
-        return rows[np.lexsort((self.senior_order[rows], self.senior_step[rows]))]
+        return rows[np.lexsort((self.senior_order[rows], self.senior_turn[rows]))]
 
     def known_tokens(self, row: int, start: int, end: int) -> Int32Array:
         """Token ids [end - start] of `row`, all of which the host knows."""

@@ -223,7 +223,8 @@ class Scheduler:
                 "raise kv_pool_bytes or lower max_tokens"
             )
         self._arrivals += 1
-        seniority = Seniority(self._steps - priority * AGING_STEPS, self._arrivals)
+        turn = (self._steps - priority * AGING_STEPS) * self._max_step_tokens + tokens
+        seniority = Seniority(turn, self._arrivals)
         return QueuedRequest(
             request_id, token_ids, tokens, total, priority, seniority, namespace, read_cache=read_cache, parent=parent
         )

@@ -80,19 +80,23 @@ def test_a_huge_request_is_passed_a_bounded_number_of_times_by_an_endless_stream
 
     def submit_small():
         seed = next(stream)
-        driver.submit(prompt_of(5, seed), 2 + seed % 5)
+        return driver.submit(prompt_of(5, seed), 2 + seed % 5)
 
     for _ in range(max_requests):
         submit_small()
     driver.step()
     huge = driver.submit(prompt_of(148, 1), 4)
+    came = driver.steps
+    arrivals = {}
     while not driver.is_running(huge):
         for _ in range(2 * max_requests - driver.scheduler.num_waiting):
-            submit_small()
+            arrivals[submit_small()] = driver.steps
         driver.step()
         assert driver.steps < 400
     passed = [request_id for request_id in driver.admissions if request_id > huge]
-    assert len(passed) == MAX_TIMES_PASSED
+    # Those that come while its prompt alone would take the steps' budgets, 148 tokens of 64, have an earlier turn.
+    assert len([request_id for request_id in passed if arrivals[request_id] - came > 2]) == MAX_TIMES_PASSED
+    assert len(passed) < MAX_TIMES_PASSED + 3 * 2 * max_requests
     driver.run()
     driver.assert_nothing_left()
 
@@ -100,11 +104,13 @@ def test_a_huge_request_is_passed_a_bounded_number_of_times_by_an_endless_stream
 def test_a_request_that_does_not_fit_keeps_only_what_is_beyond_the_look_past_waiting():
     # A budget that would take both small requests in one step, so that only their place in the queue parts them.
     driver = SchedulerDriver(usable_pages=16, max_step_tokens=32)
-    driver.submit(prompt_of(30, 1), 4)
+    driver.submit(prompt_of(30, 1), 10)
     driver.step()
     free_rows = driver.residency.request_map.free_rows
     for seed in range(free_rows + LOOK_PAST - 1):
         driver.submit(prompt_of(50, 50 + seed), 4)
+    driver.step()
+    driver.step()  # or the small ones would have an earlier turn than the large ones
     in_reach, beyond = driver.submit(prompt_of(2, 2), 4), driver.submit(prompt_of(2, 3), 4)
     driver.step()
     assert driver.is_running(in_reach)
@@ -293,6 +299,27 @@ def test_of_the_requests_that_arrive_together_the_higher_priority_starts_first()
         driver.submit(prompt_of(4, seed), 2, priority=priority)
     driver.run()
     assert driver.admissions == [1, 3, 4, 0, 5, 2]
+
+
+def test_of_the_requests_that_arrive_together_the_shortest_starts_first():
+    driver = SchedulerDriver(usable_pages=60, max_requests=1)
+    for seed, tokens in enumerate([30, 4, 50, 4, 10]):
+        driver.submit(prompt_of(tokens, seed), 2)
+    driver.run()
+    assert driver.admissions == [1, 3, 4, 0, 2]
+
+
+def test_a_long_prompt_is_passed_by_those_alone_that_come_while_it_would_be_computed():
+    driver = SchedulerDriver(usable_pages=60, max_requests=1, max_step_tokens=16)
+    driver.submit(prompt_of(4, 1), 30)
+    driver.step()
+    long = driver.submit(prompt_of(50, 2), 2)  # three steps and two tokens
+    arrivals = []
+    for seed in range(5):
+        arrivals.append(driver.submit(prompt_of(3, 10 + seed), 2))
+        driver.step()
+    driver.run()
+    assert driver.admissions == [0, *arrivals[:3], long, *arrivals[3:]]
 
 
 def test_a_preempted_request_keeps_its_place_and_its_tokens():

@@ -38,8 +38,8 @@ def test_of_many_requests_with_one_prefix_only_one_computes_it():
 
 def test_a_waiting_request_is_passed_by_those_that_share_nothing():
     driver = SchedulerDriver(usable_pages=60)
-    driver.submit(prompt_of(40, 1), 4)
-    waiting = driver.submit(prompt_of(40, 1), 4)
+    driver.submit(prompt_of(40, 1), 4, priority=1)
+    waiting = driver.submit(prompt_of(40, 1), 4, priority=1)  # before the others, or it would not be passed
     for seed in range(2):
         driver.submit(prompt_of(3, 10 + seed), 30)
     driver.run()

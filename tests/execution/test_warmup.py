@@ -26,7 +26,7 @@ def test_a_random_trace_after_warm_up_traces_and_compiles_nothing(caplog):
             for _ in range(int(rng.integers(0, 4)) if submitted < 200 else 0):
                 submitted += 1
                 params = SamplingParams(
-                    max_tokens=int(rng.integers(1, 12)),
+                    max_tokens=int(rng.integers(1, 36)),
                     temperature=float(rng.choice([0.0, 1.0])),
                     top_k=int(rng.choice([0, 5])),
                     top_p=float(rng.choice([1.0, 0.9])),
