@@ -194,7 +194,9 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_at_any_thread_co
                     np.testing.assert_array_equal(got, whole[starts[row] + first : starts[row] + last])
 
 
-@pytest.mark.parametrize(("window", "position"), [(None, 20), (8, 13)], ids=["the newest key", "the oldest in the window"])
+@pytest.mark.parametrize(
+    ("window", "position"), [(None, 20), (8, 13)], ids=["the newest key", "the oldest in the window"]
+)
 def test_an_infinite_value_beside_a_key_that_is_not_seen_is_no_nan(window, position):
     case = make_case(5, kv_len=[23], query_len=[3], heads=6, head_dim=64, dtype="bfloat16")
     page = case.layer * case.num_pages + int(case.table.page_ids[position // 16])
