@@ -8,6 +8,7 @@ likely token, one small program finds that, and no logits are written where the 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -149,7 +150,7 @@ def build_step_programs(
             token_ids = jnp.where(jnp.max(counted) >= 0, token_ids, -1)
         return token_ids
 
-    def view_of(pools: PoolPair, inputs: ForwardInputs) -> StepView:
+    def view_of(pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> StepView:
         return StepView(
             positions=inputs.positions,
             pools=pools,
@@ -160,29 +161,30 @@ def build_step_programs(
             unroll=unroll_layers,
             tensor_width=1 if mesh is None else mesh.width,
             expert_shards=1 if mesh is None else mesh.expert_shards,
+            used=_used(inputs.token_rows, history),
             adapter_mask=None if adapters is None else column_mask(inputs.adapter_slots, adapters),
         )
 
     def network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> NetworkResult:
         token_ids = tokens_of(history, inputs)
-        x, view = model.forward(params, token_ids, view_of(pools, inputs), inputs.logit_rows)
+        x, view = model.forward(params, token_ids, view_of(pools, history, inputs), inputs.logit_rows)
         return NetworkResult(view.pools, x)
 
     def scoring_network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> NetworkResult:
         token_ids = tokens_of(history, inputs)
-        x, view = model.forward(params, token_ids, view_of(pools, inputs), jnp.arange(token_ids.shape[0]))
+        x, view = model.forward(params, token_ids, view_of(pools, history, inputs), jnp.arange(token_ids.shape[0]))
         return NetworkResult(view.pools, model.logits(params, x, products))
 
     def hidden_network(params: Any, pools: PoolPair, history: jax.Array, inputs: ForwardInputs) -> NetworkResult:
-        hidden, view = model.hidden(params, tokens_of(history, inputs), view_of(pools, inputs))
+        hidden, view = model.hidden(params, tokens_of(history, inputs), view_of(pools, history, inputs))
         return NetworkResult(view.pools, hidden)
 
     def output_logits(params: Any, hidden: jax.Array) -> jax.Array:
         logits: jax.Array = model.logits(params, hidden, products)
         return logits
 
-    def most_likely(params: Any, hidden: jax.Array) -> jax.Array:
-        tokens: jax.Array = model.most_likely(params, hidden, products)
+    def most_likely(params: Any, hidden: jax.Array, used: jax.Array) -> jax.Array:
+        tokens: jax.Array = model.most_likely(params, hidden, replace(products, used=used))
         return tokens
 
     # What a program returns beside the state or without it, and the state with what stands beside it.
@@ -198,9 +200,8 @@ def build_step_programs(
             return mesh.manual(network, specs, NetworkResult(by_head, everywhere))
 
         network, scoring_network, hidden_network = map(over_pools, (network, scoring_network, hidden_network))
-        output_logits, most_likely = (
-            mesh.manual(each, (of_params, everywhere), everywhere) for each in (output_logits, most_likely)
-        )
+        output_logits = mesh.manual(output_logits, (of_params, everywhere), everywhere)
+        most_likely = mesh.manual(most_likely, (of_params, everywhere, everywhere), everywhere)
         result_sharding = mesh.replicated
         pool_sharding: Any = mesh.sharding(POOL_SPEC)
         step_shardings = (DeviceState(pool_sharding, result_sharding), result_sharding)
@@ -245,7 +246,7 @@ def build_step_programs(
     def greedy_rows(params: Any, hidden: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
         # What `sample` chooses where nothing is asked.
-        token = most_likely(params, hidden)
+        token = most_likely(params, hidden, _used(inputs.history_row, jnp.asarray(state.history)))
         return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
 
     def shardings(result: Callable[..., Any]) -> Any:
@@ -261,6 +262,12 @@ def build_step_programs(
         sample=jax.jit(sample_rows, donate_argnums=2, out_shardings=result_sharding),
         greedy=jax.jit(greedy_rows, donate_argnums=2, out_shardings=result_sharding),
     )
+
+
+def _used(rows: Any, history: jax.Array) -> jax.Array:
+    """How many of `rows` [n] i32 there are up to the last that is in the history, which padding is not -> [] i32."""
+    count = jnp.arange(1, len(rows) + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(jnp.asarray(rows) < history.shape[0], count, 0))
 
 
 def _specs_of(params: Any) -> Any:

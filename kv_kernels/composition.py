@@ -64,6 +64,7 @@ class ComposedKernels:
         residual: jax.Array | None = None,
         activation: Activation | None = None,
         out_dtype: jax.typing.DTypeLike | None = None,
+        used: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """See KernelProvider."""
         dtype = jnp.dtype(out_dtype or x.dtype)
@@ -108,7 +109,9 @@ class ComposedKernels:
         """See KernelProvider."""
         return argmax(below_infinity(scores))
 
-    def most_likely(self: KernelProvider, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
+    def most_likely(
+        self: KernelProvider, x: jax.Array, matrix: Affine, *, norm: Norm, used: jax.Array | None = None
+    ) -> jax.Array:
         """See KernelProvider."""
         (logits,) = self.linear(x, (matrix,), None, norm=norm, out_dtype=jnp.float32)
         # Kept apart, so that the product is what XLA makes of it where the logits are wanted.

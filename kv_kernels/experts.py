@@ -23,8 +23,12 @@ MAX_TILE = 32
 """Tokens of one expert that are multiplied at once: enough to read a matrix once for many, few enough to pad little."""
 
 
+NO_EXPERT = -1
+"""The choice of a token that nothing is to be computed for."""
+
+
 class Routing(NamedTuple):
-    """chosen [tokens, k] i32: each token's experts, the best first; weights [tokens, k] f32."""
+    """chosen [tokens, k] i32: each token's experts, the best first, or NO_EXPERT; weights [tokens, k] f32."""
 
     chosen: jax.Array
     weights: jax.Array

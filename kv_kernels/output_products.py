@@ -16,10 +16,14 @@ from kv_kernels.tensor_parallel import TENSOR_AXES
 
 @dataclass(frozen=True)
 class OutputProducts:
-    """The products of `provider`; `tensor_width` is above 1 inside a `TensorMesh.manual` region."""
+    """The products of `provider`; `tensor_width` is above 1 inside a `TensorMesh.manual` region.
+
+    Rows behind the first `used` [] i32 have results that nobody reads; None where all are used.
+    """
 
     provider: KernelProvider
     tensor_width: int = 1
+    used: jax.Array | None = None
 
     def logits(self, x: jax.Array, matrix: Affine, vocab_size: int, *, norm: Norm) -> jax.Array:
         """norm(x) [rows, hidden] times matrix [vocab, hidden] transposed -> [rows, vocab] f32, the same on every rank.
@@ -41,7 +45,7 @@ class OutputProducts:
     def most_likely(self, x: jax.Array, matrix: Affine, vocab_size: int, *, norm: Norm) -> jax.Array:
         """Where the largest of the logits of x [rows, hidden] is -> [rows] i32; see `KernelProvider.argmax`."""
         if self.tensor_width == 1:
-            return self.provider.most_likely(x, matrix, norm=norm)
+            return self.provider.most_likely(x, matrix, norm=norm, used=self.used)
         return self.argmax(self.logits(x, matrix, vocab_size, norm=norm))
 
     def argmax(self, logits: jax.Array) -> jax.Array:
@@ -49,5 +53,5 @@ class OutputProducts:
         return self.provider.argmax(logits)
 
     def _product(self, x: jax.Array, matrix: Affine, layer: jax.Array | None, norm: Norm) -> jax.Array:
-        (product,) = self.provider.linear(x, (matrix,), layer, norm=norm, out_dtype=jnp.float32)
+        (product,) = self.provider.linear(x, (matrix,), layer, norm=norm, out_dtype=jnp.float32, used=self.used)
         return product

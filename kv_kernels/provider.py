@@ -178,9 +178,9 @@ class KernelProvider(Protocol):
         none is above -inf; nan counts as -inf, and infinity as the largest float.
         """
 
-    def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
+    def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm, used: jax.Array | None = None) -> jax.Array:
         """`argmax` of the float32 results of `linear` for x [rows, in], to the bit -> [rows] i32; of a matrix without a
-        stack.
+        stack. `used` as there.
         """
 
     def linear(
@@ -193,11 +193,13 @@ class KernelProvider(Protocol):
         residual: jax.Array | None = None,
         activation: Activation | None = None,
         out_dtype: jax.typing.DTypeLike | None = None,
+        used: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """norm(x) [tokens, in] times every matrix, bias added -> [tokens, out] for each.
 
         With an activation there are two matrices and one result, activation(first) * second; `residual` [tokens, out]
-        is added to a single result.
+        is added to a single result. Where `used` [] i32 is given only so many tokens, the first, have results that
+        matter; a provider need not compute the others'.
         """
 
     def grouped_mlp(

@@ -15,7 +15,7 @@ from jax import lax
 
 from kv_kernels.adapters import adapter_products
 from kv_kernels.composition import activate, normalize, of_layer
-from kv_kernels.experts import Experts, Routing, expert_mlp
+from kv_kernels.experts import NO_EXPERT, Experts, Routing, expert_mlp
 from kv_kernels.provider import (
     Activation,
     Affine,
@@ -50,6 +50,7 @@ class Looped(NamedTuple):
 class StepView:
     """One step over the paged cache: `positions` [tokens] i32 is the only array of it that a model reads.
 
+    Tokens behind the first `used` [] i32 are padding, whose results nobody reads; None where all are used.
     `adapter_mask` [tokens, columns] bool says which adapters' columns each token has; None where there are no adapters.
     """
 
@@ -62,6 +63,7 @@ class StepView:
     unroll: bool = field(default=False, metadata={"static": True})
     tensor_width: int = field(default=1, metadata={"static": True})  # above 1 inside a `TensorMesh.manual` region
     expert_shards: int = field(default=1, metadata={"static": True})
+    used: jax.Array | None = None
     adapter_mask: jax.Array | None = None
 
     def attend(
@@ -112,10 +114,10 @@ class StepView:
         """`linear` with several matrices that share x."""
         adapters = [matrix.adapters for matrix in matrices if matrix.adapters is not None]
         if not adapters:
-            return self.provider.linear(x, matrices, layer, norm=norm, out_dtype=out_dtype)
+            return self.provider.linear(x, matrices, layer, norm=norm, out_dtype=out_dtype, used=self.used)
         # A layer's matrices all have adapters, or none has.
         plain = [matrix._replace(adapters=None) for matrix in matrices]
-        products = self.provider.linear(x, plain, layer, norm=norm, out_dtype=jnp.float32)
+        products = self.provider.linear(x, plain, layer, norm=norm, out_dtype=jnp.float32, used=self.used)
         added = self._adapted(x, adapters, layer, norm)
         dtype = out_dtype or x.dtype
         return tuple((product + more).astype(dtype) for product, more in zip(products, added, strict=True))
@@ -135,7 +137,7 @@ class StepView:
             # What adapters add comes before the activation, so the pass cannot be one.
             gate_part, up_part = self.linears(x, (gate, up), layer, norm=norm)
             return activate(gate_part, activation) * up_part
-        (result,) = self.provider.linear(x, (gate, up), layer, norm=norm, activation=activation)
+        (result,) = self.provider.linear(x, (gate, up), layer, norm=norm, activation=activation, used=self.used)
         return result
 
     def normalize(
@@ -162,7 +164,7 @@ class StepView:
         """
         if self.tensor_width == 1:
             if norm is None and scale == 1 and not matrix.adapters:
-                (result,) = self.provider.linear(x, (matrix,), layer, residual=residual)
+                (result,) = self.provider.linear(x, (matrix,), layer, residual=residual, used=self.used)
                 return result
             return self._add(residual, self.linear(x, matrix, layer), layer, norm, scale)
         part = self.provider.product(x, matrix.weight, layer, jnp.float32)
@@ -191,6 +193,9 @@ class StepView:
         """
         shards, axes = self.expert_shards, TENSOR_AXES if self.tensor_width > 1 else ()
         first = lax.axis_index(EXPERT) * experts.gate.stack[1] if shards > 1 else 0
+        if self.used is not None:
+            is_padding = jnp.arange(x.shape[0]) >= self.used
+            routing = routing._replace(chosen=jnp.where(is_padding[:, None], NO_EXPERT, routing.chosen))
         total = expert_mlp(self.provider, x, routing, experts, layer, first_expert=first)
         if shards > 1 or axes:
             total = lax.psum(total, (*axes, EXPERT) if shards > 1 else axes)

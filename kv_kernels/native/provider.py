@@ -117,6 +117,7 @@ class NativeProvider:
         residual: jax.Array | None = None,
         activation: Activation | None = None,
         out_dtype: jax.typing.DTypeLike | None = None,
+        used: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         weights = [matrix.weight for matrix in matrices if not isinstance(matrix.weight, MixedWeight)]
         # Each way of storing weights reads x in a form of its own.
@@ -139,6 +140,7 @@ class NativeProvider:
             call(
                 x,
                 _index(0 if layer is None else layer),
+                _index(x.shape[0] if used is None else used),
                 *operands,
                 kinds=",".join(map(_stored, matrices)),
                 norm_eps=np.float32(-1 if norm is None else norm.eps),
@@ -195,11 +197,14 @@ class NativeProvider:
         out: jax.Array = _call("jaxkv_zeros", jax.ShapeDtypeStruct(shape, dtype))()
         return out
 
-    def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm) -> jax.Array:
+    def most_likely(self, x: jax.Array, matrix: Affine, *, norm: Norm, used: jax.Array | None = None) -> jax.Array:
         operands = [norm.weight, *jax.tree.leaves(matrix.weight), *([] if matrix.bias is None else [matrix.bias])]
         call = _call("jaxkv_most_likely", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))
         out: jax.Array = call(
-            x, _index(0), *operands, kind=_stored(matrix), norm_eps=np.float32(norm.eps), int8_x=self.int8_activations
+            *(x, _index(0), _index(x.shape[0] if used is None else used), *operands),
+            kind=_stored(matrix),
+            norm_eps=np.float32(norm.eps),
+            int8_x=self.int8_activations,
         )
         return out
 

@@ -66,10 +66,25 @@ def test_the_most_likely_tokens_are_those_of_the_logits(case, provider):
     engine.init_paged_runtime()
     runtime, hidden = engine._runtime, hidden_states(model)
     logits = runtime.programs.logits(model.params, hidden)
-    inputs = runtime._table.padding(ROWS, GreedyInputs)
+    inputs = GreedyInputs(np.zeros(ROWS, np.int32), np.arange(ROWS, dtype=np.int32))
     state = SamplerState(*(jnp.array(each) for each in runtime.state.sampler))
     token = runtime.programs.greedy(model.params, hidden, state, inputs).token
     np.testing.assert_array_equal(token, np.asarray(logits).argmax(1))
+
+
+def test_rows_behind_the_last_that_samples_are_not_looked_at():
+    model = golden_model("llama")
+    engine = make_engine(model, provider="native", max_requests=ROWS)
+    engine.init_paged_runtime()
+    runtime = engine._runtime
+    hidden = hidden_states(model).at[3].set(np.nan)
+    for sampling, expected in (([1], 2), ([0, 2], 3), ([], 0)):
+        history_row = np.full(ROWS, ROWS, np.int32)
+        history_row[sampling] = sampling
+        state = SamplerState(*(jnp.array(each) for each in runtime.state.sampler))
+        inputs = GreedyInputs(np.zeros(ROWS, np.int32), history_row)
+        token = np.asarray(runtime.programs.greedy(model.params, hidden, state, inputs).token)
+        assert ((token >= 0) == (np.arange(ROWS) < expected)).all()
 
 
 class GivenLogits(OutputProducts):

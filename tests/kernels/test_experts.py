@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kv_kernels.dequantize import dequantize
-from kv_kernels.experts import Experts, Routing, expert_mlp, route, tile_pairs, tile_width
+from kv_kernels.experts import NO_EXPERT, Experts, Routing, expert_mlp, route, tile_pairs, tile_width
 from kv_kernels.native import NativeProvider
 from kv_kernels.pallas import PallasProvider
 from kv_kernels.reference import ReferenceProvider
@@ -99,6 +99,16 @@ def test_an_expert_that_nobody_chose_is_not_computed(provider: str) -> None:
     poisoned = experts._replace(down=DenseWeight(experts.down.values.at[:, 3:].set(jnp.nan)))
     got, wanted = (compute(provider, x, routing, each, 0) for each in (poisoned, experts))
     np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_nothing_is_computed_for_a_token_that_chose_nobody(provider: str) -> None:
+    (x, routing), experts = tokens(7, 2), mixture(dense)
+    nobody = routing._replace(chosen=routing.chosen.at[4:].set(NO_EXPERT))
+    assert set(np.asarray(tile_pairs(nobody.chosen, EXPERTS).pair).flat) == {*range(8), 14}  # 14 is none
+    got = compute(provider, x.at[4:].set(np.nan), nobody, experts, 1)
+    np.testing.assert_allclose(got[:4], naive(x[:4], part(routing, slice(4)), experts, 1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(got[4:], 0)
 
 
 @pytest.mark.parametrize("provider", ["native", "pallas"])

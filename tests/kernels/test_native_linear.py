@@ -42,10 +42,11 @@ def assert_as_exact_as_float32(got, x: jax.Array, weight, layer: int | None = No
     assert (np.abs(np.asarray(got, np.float64) - exact(x, weight, layer)) <= 5e-7 * sizes).all()
 
 
-def call_linear(*operands, results, **attributes) -> None:
+def call_linear(x, layer, *parts, results, used=None, **attributes) -> None:
     """The handler itself, so that operands can be wrong."""
     defaults = {"kinds": "dense", "norm_eps": np.float32(-1), "has_residual": False, "activation": "", "int8_x": False}
-    jax.block_until_ready(jax.ffi.ffi_call("jaxkv_linear", results)(*operands, **defaults | attributes))
+    used = jnp.int32(len(x)) if used is None else used
+    jax.block_until_ready(jax.ffi.ffi_call("jaxkv_linear", results)(x, layer, used, *parts, **defaults | attributes))
 
 
 PRODUCTS = {
@@ -284,3 +285,19 @@ def test_tiles_of_a_wrong_size_are_an_error(break_it, message):
     results = [jax.ShapeDtypeStruct((3, 32), jnp.float32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call_linear(activations(13, 3, 128), jnp.zeros((), jnp.int32), *parts, results=results, kinds="q4_1_tiles")
+
+
+@pytest.mark.parametrize(
+    ("used", "message"),
+    [
+        (jnp.int32(4), "4 tokens are to be multiplied of 3"),
+        (jnp.int32(-1), "-1 tokens are to be multiplied of 3"),
+        (jnp.zeros(1, jnp.int32), r"used has shape \[1\]"),
+        (jnp.float32(1), "used is float32"),
+    ],
+)
+def test_a_wrong_number_of_used_tokens_is_an_error_with_the_numbers(used, message):
+    NATIVE.argmax(jnp.zeros((1, 1)))  # registers the handlers
+    results = [jax.ShapeDtypeStruct((3, 5), jnp.float32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call_linear(jnp.ones((3, 8)), jnp.int32(0), jnp.ones((5, 8)), results=results, used=used)

@@ -95,9 +95,10 @@ def test_more_rows_than_a_block_of_tokens_are_all_answered():
         assert_is_that_of_the_logits(jnp.asarray(normal(1, 600, 32), dtype), Affine(weight))
 
 
-def call(*operands, rows=3, **attributes) -> None:
+def call(x, layer, *parts, rows=3, used=3, **attributes) -> None:
     """The handler itself, so that operands can be wrong."""
     result = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    operands = x, layer, jnp.int32(used), *parts
     defaults = {"kind": "dense", "norm_eps": np.float32(-1), "int8_x": False}
     jax.block_until_ready(jax.ffi.ffi_call("jaxkv_most_likely", result)(*operands, **defaults | attributes))
 
@@ -115,6 +116,7 @@ def call(*operands, rows=3, **attributes) -> None:
         ((jnp.ones((3, 8)), 0, jnp.ones((5, 8)), jnp.ones(5)), {}, "2 parts are given, 1 are called for"),
         ((jnp.ones((3, 8)), 0, jnp.ones((5, 8))), {"kind": "q9_9"}, "weight kind q9_9 is not one"),
         ((jnp.ones((3, 8)), 0), {}, "weight is missing"),
+        ((jnp.ones((3, 8)), 0, jnp.ones((5, 8))), {"used": 4}, "4 tokens are to be multiplied of 3"),
     ],
 )
 def test_wrong_operands_are_an_error_with_the_numbers(operands, settings, message):

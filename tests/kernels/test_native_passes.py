@@ -275,3 +275,28 @@ def test_a_placement_that_does_not_fit_is_an_error_with_the_numbers(change, mess
                 rotation=by,
             )
         )
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("used", [0, 1, 37, 50])
+def test_tokens_that_are_not_used_are_neither_read_nor_multiplied(used, dtype, level):
+    gate, up = affine(1, "q4_1", 75, 320, bias=True), affine(2, "q4_1", 75, 320, bias=False)
+    x, norm, residual = (
+        activations(3, 50, 320, dtype),
+        norm_of(4, 320),
+        activations(5, 50, up.weight.out_features, dtype),
+    )
+    loud = x.at[used:].set(np.nan)
+
+    def passes(x: jax.Array, tokens: int, **some) -> list[jax.Array]:
+        return [
+            *NATIVE.linear(x, (gate, up), 1, norm=norm, **some),
+            *NATIVE.linear(x, (gate, up), 1, activation="silu", **some),
+            *NATIVE.linear(x, (up,), 1, residual=residual[:tokens], **some),
+        ]
+
+    with running(level=level):
+        for alone, got in zip(passes(x[:used], used), passes(loud, 50, used=jnp.int32(used)), strict=True):
+            np.testing.assert_array_equal(got[:used], alone)
+            assert not np.asarray(got[used:], np.float32).any()

@@ -4,6 +4,7 @@
 // linear_call.h says how the work is cut in tasks.
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "linear_call.h"
@@ -79,16 +80,17 @@ std::vector<std::string_view> words(std::string_view list) {
   return found;
 }
 
-// x [tokens, in], layer i32 [], then as the attributes say: the norm's weight f32 [in] (norm_eps >= 0), the residual
-// [tokens, out] (has_residual), and for every one of `kinds` ("q4_1", "dense+bias", apart by commas) a weight [out, in]
-// and its bias f32 [out]. Each but the residual may have an axis of layers in front. Gives [tokens, out] for every
-// weight, or where there is an activation one array, activation(x times the first) * (x times the second).
-ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
-                  ffi::RemainingRets outs, std::string_view kinds, float norm_eps, bool has_residual,
+// x [rows, in], layer i32 [], used i32 [], then as the attributes say: the norm's weight f32 [in] (norm_eps >= 0), the
+// residual [rows, out] (has_residual), and for every one of `kinds` ("q4_1", "dense+bias", apart by commas) a weight
+// [out, in] and its bias f32 [out]. Each but the residual may have an axis of layers in front. Gives [rows, out] for every
+// weight, or where there is an activation one array, activation(x times the first) * (x times the second); zeros behind
+// the first `used` rows.
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::AnyBuffer used,
+                  ffi::RemainingArgs parts, ffi::RemainingRets outs, std::string_view kinds, float norm_eps, bool has_residual,
                   std::string_view activation, bool int8_x) {
   Checker check("linear");
   PartReader reader(check, layer, parts);
-  Call call = read_x(check, reader, x, norm_eps, int8_x);
+  Call call = read_x(check, reader, x, used, norm_eps, int8_x);
   ffi::AnyBuffer residual = x;
   if (has_residual) residual = reader.array("residual");
   const bool gated = !activation.empty();
@@ -114,7 +116,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
     auto out = outs.get<ffi::AnyBuffer>(gated ? 0 : i);
     if (!check.require(matrix.weight.kind == first.kind, "weights that share x are of different kinds") ||
         !check.require(out.has_value(), "a result is not an array") ||
-        !check.shape("result", **out, {call.tokens, matrix.weight.out_features}) ||
+        !check.shape("result", **out, {call.rows, matrix.weight.out_features}) ||
         !check.floating("result", **out, &matrix.out_type)) {
       return check.error();
     }
@@ -122,11 +124,17 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, 
   }
   if (has_residual) {
     auto out = outs.get<ffi::AnyBuffer>(0);
-    if (!check.shape("residual", residual, {call.tokens, call.matrices.back().weight.out_features}) ||
+    if (!check.shape("residual", residual, {call.rows, call.matrices.back().weight.out_features}) ||
         !check.dtype("residual", residual, (*out)->element_type())) {
       return check.error();
     }
     call.residual = residual.untyped_data();
+  }
+  for (size_t i = 0; i < results; ++i) {
+    const Matrix& matrix = call.matrices[i];
+    const int64_t row_bytes = matrix.weight.out_features * element_size(matrix.out_type);
+    std::memset(static_cast<char*>(matrix.out) + call.tokens * row_bytes, 0,
+                static_cast<size_t>((call.rows - call.tokens) * row_bytes));
   }
   if (call.tokens > 0) {
     cut(pool, call);
@@ -142,6 +150,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkv_linear(XL
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_linear, jaxkv::linear,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()

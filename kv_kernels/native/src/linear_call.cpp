@@ -37,12 +37,18 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
 
 }  // namespace
 
-Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps, bool int8_x) {
+Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, const ffi::AnyBuffer& used, float norm_eps,
+            bool int8_x) {
   Call call{};
   call.int8_x = int8_x;
-  if (!check.shape("x", x, {kAny, kAny}) || !check.floating("x", x, &call.x_type)) return call;
+  if (!check.shape("x", x, {kAny, kAny}) || !check.floating("x", x, &call.x_type) || !check.shape("used", used, {}) ||
+      !check.dtype("used", used, ffi::DataType::S32)) {
+    return call;
+  }
   call.x = x.untyped_data();
-  call.tokens = x.dimensions()[0];
+  call.rows = x.dimensions()[0];
+  call.tokens = *static_cast<const int32_t*>(used.untyped_data());
+  check.require(call.tokens >= 0 && call.tokens <= call.rows, call.tokens, " tokens are to be multiplied of ", call.rows);
   call.in_features = x.dimensions()[1];
   if (norm_eps >= 0) {
     call.norm = reader.vector("norm", call.in_features);
@@ -56,7 +62,7 @@ void read_matrix(Checker& check, PartReader& reader, std::string_view kind, Call
   Matrix matrix{};
   matrix.weight = reader.weight(stored);
   if (stored.size() != kind.size()) matrix.bias = reader.vector("bias", matrix.weight.out_features);
-  check.require(matrix.weight.in_features == call.in_features, "x has shape [", call.tokens, ", ", call.in_features,
+  check.require(matrix.weight.in_features == call.in_features, "x has shape [", call.rows, ", ", call.in_features,
                 "], wanted [any, ", matrix.weight.in_features, "]");
   call.matrices.push_back(matrix);
 }

@@ -14,7 +14,7 @@ namespace jaxkv {
 struct Matrix {
   WeightView weight;
   const float* bias;  // [out], or null
-  void* out;          // [tokens, out]
+  void* out;          // [rows, out]
   Element out_type;
   int64_t first_chunk;  // its first task among those of a token block
 };
@@ -22,11 +22,12 @@ struct Matrix {
 struct Call {
   const void* x;
   Element x_type;
-  int64_t tokens;
+  int64_t rows;    // of x and of the results
+  int64_t tokens;  // the first of them, which are multiplied
   int64_t in_features;
   const float* norm;  // [in], or null
   float eps;
-  const void* residual;  // [tokens, out] of the first result's type, or null
+  const void* residual;  // [rows, out] of the first result's type, or null
   Activation activation;
   std::vector<Matrix> matrices;
   int64_t token_blocks;
@@ -44,9 +45,10 @@ struct Call {
   int64_t first_token(int64_t block) const { return tokens * block / token_blocks; }
 };
 
-// A call of x [tokens, in] and, where norm_eps >= 0, the norm's weight f32 [in], the next of the parts. x may be rounded to
-// 8 bits a block where quantized weights meet it, if `int8_x`.
-Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, float norm_eps, bool int8_x);
+// A call of x [rows, in], of which the first `used` i32 [] are multiplied, and, where norm_eps >= 0, the norm's weight f32
+// [in], the next of the parts. x may be rounded to 8 bits a block where quantized weights meet it, if `int8_x`.
+Call read_x(Checker& check, PartReader& reader, const ffi::AnyBuffer& x, const ffi::AnyBuffer& used, float norm_eps,
+            bool int8_x);
 
 // Adds a matrix [out, in] and its bias f32 [out], as a word like "q4_1" or "dense+bias" says.
 void read_matrix(Checker& check, PartReader& reader, std::string_view kind, Call& call);

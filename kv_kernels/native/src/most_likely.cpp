@@ -33,21 +33,24 @@ void run_task(const Call& call, const float* packed, int64_t block, int64_t chun
   }
 }
 
-// x [tokens, in], layer i32 [], the norm's weight f32 [in] where norm_eps >= 0, a weight [out, in] as `kind` says, and its
-// bias f32 [out] where that says so: see `linear`. Gives i32 [tokens], -1 where no output is above minus infinity.
-ffi::Error most_likely(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::RemainingArgs parts,
-                       ffi::Result<ffi::AnyBuffer> out, std::string_view kind, float norm_eps,
+// x [rows, in], layer i32 [], used i32 [], the norm's weight f32 [in] where norm_eps >= 0, a weight [out, in] as `kind`
+// says, and its bias f32 [out] where that says so: see `linear`. Gives i32 [rows], -1 where no output is above minus
+// infinity and behind the first `used` rows.
+ffi::Error most_likely(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer layer, ffi::AnyBuffer used,
+                       ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out, std::string_view kind, float norm_eps,
                        bool int8_x) {
   Checker check("most_likely");
   PartReader reader(check, layer, parts);
-  Call call = read_x(check, reader, x, norm_eps, int8_x);
+  Call call = read_x(check, reader, x, used, norm_eps, int8_x);
   read_matrix(check, reader, kind, call);
   reader.require_all_read();
   if (check.failed() ||
       !check.require(call.matrices[0].weight.out_features > 0, "weight has no outputs") ||
-      !check.shape("result", *out, {call.tokens}) || !check.dtype("result", *out, ffi::DataType::S32)) {
+      !check.shape("result", *out, {call.rows}) || !check.dtype("result", *out, ffi::DataType::S32)) {
     return check.error();
   }
+  auto* to = static_cast<int32_t*>(out->untyped_data());
+  std::fill(to + call.tokens, to + call.rows, -1);
   if (call.tokens == 0) return ffi::Error::Success();
   cut(pool, call);
   // By chunk, and for every chunk by token.
@@ -55,7 +58,6 @@ ffi::Error most_likely(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer la
   run(pool, call, [&](const float* packed, int64_t block, int64_t chunk) {
     run_task(call, packed, block, chunk, best.data() + chunk * call.tokens + call.first_token(block));
   });
-  auto* to = static_cast<int32_t*>(out->untyped_data());
   for (int64_t token = 0; token < call.tokens; ++token) {
     Best first;
     for (int64_t chunk = 0; chunk < call.chunks; ++chunk) {
@@ -74,6 +76,7 @@ extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* jaxkv_most_like
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_most_likely, jaxkv::most_likely,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
