@@ -2,6 +2,8 @@
 // sums of a block's digits times quants in float32, in any order.
 #pragma once
 
+#include <cstring>
+
 #include "amx_unpack.h"
 #include "digits_pack.h"
 
@@ -26,17 +28,37 @@ struct TokenTiles {
   int64_t tiles, height, blocks;
 };
 
-// One block of one token: its digits `height` rows apart.
+// `BlockSteps::scales` of a block by itself, whose largest number is this.
+inline float float_digits_scale(float largest) {
+  const float above = largest * (128.0f / 127.0f);
+  uint32_t bits;
+  std::memcpy(&bits, &above, sizeof bits);
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  if (exponent < -100) return 0;
+  bits = static_cast<uint32_t>(8 * kFloatDigits - 2 - exponent + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+
+// One block of one token: its digits `height` rows apart. Gives the sum of its numbers.
 inline float pack_pairs(const float* from, int64_t height, char* to) {
-  const BlockDigits<kFloatDigits> block(from);
-  float place = block.place;
+  const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
+  constexpr int kNotFinite = 0x99;
+  const bool finite = !(_mm512_fpclass_ps_mask(low, kNotFinite) | _mm512_fpclass_ps_mask(high, kNotFinite));
+  const float scale = float_digits_scale(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))));
+  float place = !finite ? __builtin_nanf("") : scale == 0 ? 0.0f : 1.0f / scale;
+  const __mmask16 kept = finite ? 0xffff : 0;  // or sums of digits could overflow
+  __m512i n = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(low, _mm512_set1_ps(scale)));
+  __m512i m = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(high, _mm512_set1_ps(scale)));
 #pragma GCC unroll 3
   for (int digit = 0; digit < kFloatDigits; ++digit, to += height * 2 * kQuantBlock, place *= 256) {
+    const bool is_last = digit == kFloatDigits - 1;
     const __m512 worth = _mm512_set1_ps(place);
-    _mm512_store_si512(to, paired(_mm512_mul_ps(_mm512_cvtepi32_ps(block.digits[digit][0]), worth),
-                                  _mm512_mul_ps(_mm512_cvtepi32_ps(block.digits[digit][1]), worth)));
+    _mm512_store_si512(to, paired(_mm512_mul_ps(_mm512_cvtepi32_ps(is_last ? n : take_digit(&n)), worth),
+                                  _mm512_mul_ps(_mm512_cvtepi32_ps(is_last ? m : take_digit(&m)), worth)));
   }
-  return block.sum;
+  return _mm512_reduce_add_ps(_mm512_add_ps(low, high));
 }
 
 int64_t amx_packed_size(const WeightView& weight, int64_t tokens) {

@@ -8,7 +8,8 @@
 #include <immintrin.h>
 
 #include <cstdint>
-#include <cstring>
+
+#include "bf16_rows.h"
 
 namespace jaxkv {
 namespace {
@@ -17,22 +18,6 @@ constexpr int kFloatDigits = 3;     // keep what float32 keeps
 constexpr int kBfloat16Digits = 2;  // keep numbers of bfloat16 as they are, down to a 127th of their block's largest
 constexpr int kByteDigits = 1;
 
-// What makes integers of kDigits digits of numbers up to `largest`, with a highest digit below 128; or 0. Of more than one
-// digit it is a power of two, so that numbers of few bits stay what they are.
-template <int kDigits>
-inline float integer_scale(float largest) {
-  if constexpr (kDigits == kByteDigits) return largest < 0x1p-100f ? 0.0f : 127.0f / largest;
-  const float above = largest * (128.0f / 127.0f);
-  uint32_t bits;
-  std::memcpy(&bits, &above, sizeof bits);
-  const int exponent = static_cast<int>(bits >> 23) - 127;
-  if (exponent < -100) return 0;
-  bits = static_cast<uint32_t>(8 * kDigits - 2 - exponent + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return scale;
-}
-
 // The lowest eight bits of n as a signed number, which are taken from n.
 inline __m512i take_digit(__m512i* n) {
   const __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(*n, 24), 24);
@@ -40,48 +25,56 @@ inline __m512i take_digit(__m512i* n) {
   return digit;
 }
 
-// One block of one token.
-template <int kDigits>
-struct BlockDigits {
-  __m512i digits[kDigits][2];  // lowest first, of the first and the second half
-  float place;                 // what a lowest digit of one counts
-  float sum;                   // of the numbers: as they were, or of fewer than three digits as they were rounded
+// Number j is what `add` makes of all numbers of v[j], in the order of the reductions of one vector.
+template <class F>
+inline __m512i reduce_each(__m512i* v, F add) {
+  transpose(v);
+#pragma GCC unroll 4
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] = add(v[i], v[i + half]);
+  return v[0];
+}
 
-  explicit BlockDigits(const float* from) {
-    const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
-    constexpr int kNotFinite = 0x99;
-    const bool finite = !(_mm512_fpclass_ps_mask(low, kNotFinite) | _mm512_fpclass_ps_mask(high, kNotFinite));
-    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    const float scale = integer_scale<kDigits>(largest);
-    place = !finite ? __builtin_nanf("") : scale == 0 ? 0.0f : 1.0f / scale;
-    const __mmask16 kept = finite ? 0xffff : 0;  // or sums of digits could overflow
-    __m512i n = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(low, _mm512_set1_ps(scale)));
-    __m512i m = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(high, _mm512_set1_ps(scale)));
-    if constexpr (kDigits == kFloatDigits) {
-      sum = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+// What makes integers of the numbers of up to sixteen blocks that follow each other in a row, with a highest digit below
+// 128, or 0; and what a lowest digit of one counts. Of more than one digit both are powers of two, so that numbers of few
+// bits stay what they are.
+template <int kDigits>
+struct BlockSteps {
+  alignas(64) float scales[16];
+  alignas(64) float places[16];
+  __mmask16 finite;
+
+  BlockSteps(const float* row, int64_t blocks) {
+    __m512i v[16];
+    for (int64_t i = 0; i < 16; ++i) {
+      const float* from = row + i * 32;
+      v[i] = i < blocks ? _mm512_max_epu32(sizes(from), sizes(from + 16)) : _mm512_setzero_si512();
+    }
+    // As integers sizes have the same order, and nan is the largest.
+    const __m512i largest = reduce_each(v, [](__m512i a, __m512i b) { return _mm512_max_epu32(a, b); });
+    finite = _mm512_cmplt_epu32_mask(largest, _mm512_set1_epi32(0x7f800000));
+    const __m512 size = _mm512_castsi512_ps(largest);
+    __m512 scale;
+    __mmask16 is_some;
+    if constexpr (kDigits == kByteDigits) {
+      is_some = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0x1p-100f), _CMP_NLT_UQ);
+      scale = _mm512_maskz_div_ps(is_some, _mm512_set1_ps(127), size);
     } else {
-      total = _mm512_reduce_add_epi32(_mm512_add_epi32(n, m));
-      sum = static_cast<float>(total) * place;
+      const __m512i above = _mm512_castps_si512(_mm512_mul_ps(size, _mm512_set1_ps(128.0f / 127.0f)));
+      const __m512i exponent = _mm512_srli_epi32(above, 23);  // raised by 127
+      is_some = _mm512_cmp_epi32_mask(exponent, _mm512_set1_epi32(127 - 100), _MM_CMPINT_NLT);
+      const __m512i raised = _mm512_sub_epi32(_mm512_set1_epi32(8 * kDigits - 2 + 2 * 127), exponent);
+      scale = _mm512_castsi512_ps(_mm512_maskz_slli_epi32(is_some, raised, 23));
     }
-#pragma GCC unroll 3
-    for (int digit = 0; digit < kDigits - 1; ++digit) {
-      digits[digit][0] = take_digit(&n);
-      digits[digit][1] = take_digit(&m);
-    }
-    digits[kDigits - 1][0] = n;
-    digits[kDigits - 1][1] = m;
-  }
-  // Of the two lowest digits, or of the only one; and of the third.
-  int32_t lower_sum() const {
-    if constexpr (kDigits == kFloatDigits) return digit_sum(1) * 256 + digit_sum(0);
-    return total;
-  }
-  int32_t digit_sum(int digit) const {
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(digits[digit][0], digits[digit][1]));
+    const __m512 place = _mm512_maskz_div_ps(is_some, _mm512_set1_ps(1), scale);
+    _mm512_store_ps(scales, scale);
+    _mm512_store_ps(places, _mm512_mask_mov_ps(_mm512_set1_ps(__builtin_nanf("")), finite, place));
   }
 
  private:
-  int32_t total;  // of fewer than three digits
+  static __m512i sizes(const float* from) {
+    return _mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32(0x7fffffff));
+  }
 };
 
 }  // namespace

@@ -37,23 +37,52 @@ struct DigitTokens {
   int64_t tokens, tiles, blocks;
 };
 
-// One block of one token, with `height` tokens side by side.
+// A token, with `height` tokens side by side; its digits and numbers in the first block.
 template <int kDigits>
-inline void pack_digits(const float* from, int64_t height, int offset, char* to, float* numbers) {
-  const BlockDigits<kDigits> block(from);
+inline void pack_digits(const float* row, int64_t blocks, int64_t height, int offset, char* to, float* numbers) {
+  const auto add = [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); };
+  for (int64_t first = 0; first < blocks; first += 16) {
+    const int64_t count = blocks - first < 16 ? blocks - first : 16;
+    const BlockSteps<kDigits> steps(row, count);
+    __m512i lower[16], third[16], sums[16];  // of every block, of its numbers i and i + 16
+    for (int64_t block = 0; block < count; ++block, row += kQuantBlock, to += height * kDigits * kQuantBlock) {
+      const __m512 low = _mm512_loadu_ps(row), high = _mm512_loadu_ps(row + 16);
+      const __m512 scale = _mm512_set1_ps(steps.scales[block]);
+      const __mmask16 kept = steps.finite >> block & 1 ? 0xffff : 0;  // or sums of digits could overflow
+      __m512i n = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(low, scale));
+      __m512i m = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(high, scale));
+      lower[block] = _mm512_add_epi32(n, m);
 #pragma GCC unroll 3
-  for (int digit = 0; digit < kDigits; ++digit) {
-    char* bytes = to + (kDigits - 1 - digit) * height * kQuantBlock;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_cvtepi32_epi8(block.digits[digit][0]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + 16), _mm512_cvtepi32_epi8(block.digits[digit][1]));
-  }
-  const auto store = [&](int which, int32_t number) { std::memcpy(&numbers[which * height], &number, sizeof number); };
-  numbers[0] = block.sum;
-  numbers[height] = block.place;
-  store(2, offset == 0 ? 0 : -offset * block.lower_sum());
-  if constexpr (kDigits == kFloatDigits) {
-    numbers[3 * height] = block.place * 65536;
-    store(4, offset == 0 ? 0 : -offset * block.digit_sum(2));
+      for (int digit = 0; digit < kDigits; ++digit) {
+        const bool is_last = digit == kDigits - 1;
+        char* bytes = to + (kDigits - 1 - digit) * height * kQuantBlock;
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes), _mm512_cvtepi32_epi8(is_last ? n : take_digit(&n)));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + 16), _mm512_cvtepi32_epi8(is_last ? m : take_digit(&m)));
+      }
+      if constexpr (kDigits == kFloatDigits) {
+        third[block] = _mm512_add_epi32(n, m);
+        lower[block] = _mm512_sub_epi32(lower[block], _mm512_slli_epi32(third[block], 16));
+        sums[block] = _mm512_castps_si512(_mm512_add_ps(low, high));
+      }
+    }
+    for (int64_t block = count; block < 16; ++block) lower[block] = third[block] = sums[block] = _mm512_setzero_si512();
+    const __m512i total = reduce_each(lower, add), minus = _mm512_set1_epi32(-offset);
+    const __m512 place = _mm512_load_ps(steps.places);
+    alignas(64) float found[5][16];
+    if constexpr (kDigits == kFloatDigits) {
+      _mm512_store_si512(found[0], reduce_each(sums, [](__m512i a, __m512i b) {
+        return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
+      }));
+      _mm512_store_ps(found[3], _mm512_mul_ps(place, _mm512_set1_ps(65536)));
+      _mm512_store_si512(found[4], _mm512_mullo_epi32(minus, reduce_each(third, add)));
+    } else {
+      _mm512_store_ps(found[0], _mm512_mul_ps(_mm512_cvtepi32_ps(total), place));
+    }
+    _mm512_store_ps(found[1], place);
+    _mm512_store_si512(found[2], _mm512_mullo_epi32(minus, total));
+    for (int64_t block = 0; block < count; ++block)
+      for (int64_t which = 0; which < DigitTokens<kDigits>::kNumbers; ++which, numbers += height)
+        *numbers = found[which][block];
   }
 }
 
@@ -71,14 +100,9 @@ void digits_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, f
     const float* rows = x(shape.first_token(tile), height);
     char* to = reinterpret_cast<char*>(packed) + shape.digits_offset(tile, 0);
     float* numbers = packed + shape.numbers_offset(tile, 0);
-    for (int64_t block = 0; block < shape.blocks; ++block) {
-      for (int64_t row = 0; row < height; ++row) {
-        const float* from = rows + row * weight.in_features + block * kQuantBlock;
-        pack_digits<kDigits>(from, height, offset, to + row * kQuantBlock, numbers + row);
-      }
-      to += height * shape.kTokenBlockBytes;
-      numbers += height * shape.kNumbers;
-    }
+    for (int64_t row = 0; row < height; ++row)
+      pack_digits<kDigits>(rows + row * weight.in_features, shape.blocks, height, offset, to + row * kQuantBlock,
+                           numbers + row);
   }
 }
 

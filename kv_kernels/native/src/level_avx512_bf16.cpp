@@ -1,6 +1,7 @@
 // CPUs with AVX-512 VNNI, BF16 and VBMI but no matrix tiles. Weights that have integers are multiplied by integers: of three
 // digits where x is float32, of two where it is bfloat16, of one on request. Other products of bfloat16, and its attention,
 // are in pairs. All else is the AVX-512 level's.
+#include "bf16_finish.h"
 #include "digits_product.h"
 #include "lone_attention.h"
 #include "pair_product.h"
@@ -24,8 +25,13 @@ struct Products {
     if (!has_integers(weight.kind)) return kOthers().product(weight, packed, tokens, first_output, outputs, results);
     digits_product<kDigits>(weight, packed, tokens, first_output, outputs, results);
   }
+  static void finished_product(const WeightView& weight, const WeightView* gate, const float* packed, int64_t tokens,
+                               int64_t first_output, int64_t outputs, const Finish& finish) {
+    product_of_rows(product, weight, gate, packed, tokens, first_output, outputs, finish);
+  }
   // As many tokens as leave their digits in the second-level cache.
-  static constexpr ProductKernels kTable{kDigits == kByteDigits ? kTokenBlock : kTokenBlock / 2, packed_size, pack, product};
+  static constexpr ProductKernels kTable{
+      kDigits == kByteDigits ? kTokenBlock : kTokenBlock / 2, packed_size, pack, product, nullptr, finished_product};
 };
 
 const ProductKernels& float_products() { return avx512_kernels().products; }
