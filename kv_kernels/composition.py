@@ -54,6 +54,10 @@ class ComposedKernels:
         """See KernelProvider."""
         return dequantize(take_rows(weight, token_ids), jnp.float32)
 
+    def normalize(self, x: jax.Array, norm: Norm, layer: LayerIndex | None) -> jax.Array:
+        """See KernelProvider."""
+        return normalize(x, norm, layer)
+
     def linear(
         self: KernelProvider,
         x: jax.Array,
@@ -69,7 +73,7 @@ class ComposedKernels:
         """See KernelProvider."""
         dtype = jnp.dtype(out_dtype or x.dtype)
         if norm is not None:
-            x = normalize(x, norm, layer)
+            x = self.normalize(x, norm, layer)
         results = tuple(_biased(self, x, matrix, layer, dtype) for matrix in matrices)
         if activation is not None:
             gate, up = results

@@ -183,6 +183,9 @@ class KernelProvider(Protocol):
         stack. `used` as there.
         """
 
+    def normalize(self, x: jax.Array, norm: Norm, layer: LayerIndex | None) -> jax.Array:
+        """RMSNorm over the last axis of x [..., features], in float32 -> the same shape and dtype."""
+
     def linear(
         self,
         x: jax.Array,

@@ -144,8 +144,10 @@ class StepView:
         self, x: jax.Array, norm: Norm, layer: LayerIndex | None = None, *, split: Split = "whole"
     ) -> jax.Array:
         """RMSNorm over the last axis of x [..., features]; `split` says how tensor parallelism has spread it."""
+        if split == "whole" or self.tensor_width == 1:
+            return self.provider.normalize(x, norm, layer)
         axes: dict[str, tuple[str, ...]] = {"outputs": TENSOR_AXES, "kv_outputs": (KV_HEAD_SHARD,)}
-        return normalize(x, norm, layer, axes.get(split) if self.tensor_width > 1 else None)
+        return normalize(x, norm, layer, axes[split])
 
     def add_linear(
         self,
@@ -203,7 +205,7 @@ class StepView:
 
     def _add(self, residual: jax.Array, x: jax.Array, layer: LayerIndex, norm: Norm | None, scale: float) -> jax.Array:
         if norm is not None:
-            x = normalize(x, norm, layer)
+            x = self.provider.normalize(x, norm, layer)
         return residual + (x if scale == 1 else x * jnp.asarray(scale, x.dtype))
 
     def _adapted(

@@ -18,9 +18,9 @@ LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 
 LEVEL_VARIABLE = "JAXKV_NATIVE_LEVEL"
 LIBRARY_VARIABLE = "JAXKV_NATIVE_LIBRARY"
-TARGETS = tuple(
-    f"jaxkv_{name}"
-    for name in ("append_kv", "paged_attention", "attend", "linear", "most_likely", "embed", "argmax", "zeros")
+TARGETS = (
+    *("jaxkv_append_kv", "jaxkv_paged_attention", "jaxkv_attend", "jaxkv_linear", "jaxkv_normalize"),
+    *("jaxkv_most_likely", "jaxkv_embed", "jaxkv_argmax", "jaxkv_zeros"),
 )
 
 

@@ -107,6 +107,12 @@ class NativeProvider:
         (out,) = self.linear(x, (Affine(weight),), layer, out_dtype=out_dtype)
         return out
 
+    def normalize(self, x: jax.Array, norm: Norm, layer: LayerIndex | None) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        call = _call("jaxkv_normalize", jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+        out: jax.Array = call(rows, _index(0 if layer is None else layer), norm.weight, norm_eps=np.float32(norm.eps))
+        return out.reshape(x.shape)
+
     def linear(
         self,
         x: jax.Array,

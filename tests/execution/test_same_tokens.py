@@ -69,6 +69,19 @@ def test_log_probabilities_have_the_same_bits_alone_together_in_chunks_and_after
 
 @pytest.mark.usefixtures("fully_optimized")
 @pytest.mark.skipif(not load_library().has_int8_products, reason="the native kernels of this CPU gain nothing by it")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", "qwen3", "mixtral", "qwen3_moe"])
+def test_hidden_states_of_every_kind_of_network_have_the_same_bits_in_steps_of_any_size(case, dtype):
+    model, prompt = golden_model(case, dtype), list(range(5, 65))
+    sizes = (8, 32, 64)
+    first, *others = (
+        make_engine(model, provider="native", max_requests=4, max_step_tokens=size).embed([prompt], normalize=False)
+        for size in sizes
+    )
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 def test_so_they_have_with_activations_of_eight_bits(tmp_path, prompts):
     quantize_checkpoint(GOLDEN / "llama", tmp_path / "quantized", "q4_0")
     model = load_model(tmp_path / "quantized", dtype="bfloat16")

@@ -240,6 +240,7 @@ def test_append_and_attention_update_the_donated_pools_in_place():
         ({"page_ids": np.asarray([1], np.int32)}, r"row 0 needs page entries 0 to 2 of 1"),
         ({"kv_len": np.asarray([0], np.int32)}, r"row 0 has kv_len 0 for 1 queries"),
         ({"query_start": np.asarray([0, 7], np.int32)}, r"row 0 has queries 0 to 7 of 1"),
+        ({"query_start": np.asarray([1, 1], np.int32)}, r"query_start begins at 1, wanted 0"),
         ({"query_start": np.asarray([0], np.int32)}, r"query_start has shape \[1\], wanted \[2\]"),
         ({"kv_len": np.asarray([20], np.int64)}, r"kv_len is int64, wanted int32"),
     ],

@@ -300,3 +300,45 @@ def test_tokens_that_are_not_used_are_neither_read_nor_multiplied(used, dtype, l
         for alone, got in zip(passes(x[:used], used), passes(loud, 50, used=jnp.int32(used)), strict=True):
             np.testing.assert_array_equal(got[:used], alone)
             assert not np.asarray(got[used:], np.float32).any()
+
+
+@functools.cache
+def defined_norm(dtype: str, tokens: int, features: int) -> jax.Array:
+    x, norm = activations(3, tokens, 3 * features, dtype).reshape(tokens, 3, features), norm_of(4, features)
+    return REFERENCE.normalize(x, norm, 1)
+
+
+@pytest.mark.parametrize("level", AVAILABLE_LEVELS)
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2), ("float16", 2e-3)])
+@pytest.mark.parametrize("features", [64, 75, 576])
+def test_a_norm_by_itself_has_the_same_bits_at_any_number_of_rows(features, dtype, bound, level):
+    x, norm = activations(3, 90, 3 * features, dtype).reshape(90, 3, features), norm_of(4, features)
+    with running(level=level, threads=1):
+        whole = NATIVE.normalize(x, norm, 1)
+    assert (whole.shape, whole.dtype) == (x.shape, x.dtype)
+    assert_close(whole, np.asarray(defined_norm(dtype, 90, features), np.float64), bound)
+    with running(level=level):
+        np.testing.assert_array_equal(NATIVE.normalize(x, norm, 1), whole)
+        for rows in (0, 1, 7):
+            np.testing.assert_array_equal(NATIVE.normalize(x[:rows], norm, 1), whole[:rows])
+
+
+def test_a_norm_of_another_size_is_an_error_with_the_numbers():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"norm has shape .* wanted 64 numbers a layer"):
+        NATIVE.normalize(activations(3, 2, 64), norm_of(4, 63), 1).block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="layer 2 is outside 0 to 1"):
+        NATIVE.normalize(activations(3, 2, 64), norm_of(4, 64), 2).block_until_ready()
+
+
+def test_keys_of_other_tokens_than_the_queries_are_an_error():
+    case, k, v, by, placement = attend_case(1, "float32", 64, 32, 3)
+    pools = PoolPair(*(jnp.copy(pool) for pool in case.pools))
+    plan = NATIVE.plan(case.table, plan_shape(case))
+    more = (jnp.concatenate([each, each]) for each in (k, v))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"k has shape \[86, .*wanted \[43, any, any\]"):
+        jax.block_until_ready(
+            NATIVE.attend(
+                *(jnp.asarray(case.q), *more, pools, placement, plan),
+                **{"layer": 0, "num_pages": case.num_pages, "scoring": Scoring(np.float32(1)), "rotation": by},
+            )
+        )

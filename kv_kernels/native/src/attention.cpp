@@ -114,7 +114,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   Checker check("attend");
   Attention a{};
   if (!check.shape("layer", layer, {}) || !check.dtype("layer", layer, ffi::DataType::S32) ||
-      !check.shape("q", q, {kAny, kAny, kAny}) || !check.shape("cos", cos, {q.dimensions()[0], kAny}) ||
+      !check.shape("q", q, {kAny, kAny, kAny}) || !check.shape("k", k, {q.dimensions()[0], kAny, kAny}) ||
+      !check.shape("cos", cos, {q.dimensions()[0], kAny}) ||
       !check.dtype("cos", cos, ffi::DataType::F32) ||
       !check.shape("sin", sin, {q.dimensions()[0], cos.dimensions()[1]}) ||
       !check.dtype("sin", sin, ffi::DataType::F32) ||

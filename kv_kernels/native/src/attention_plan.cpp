@@ -49,6 +49,8 @@ bool AttentionPlan::serves(const Attention& a, const AttentionRows& rows, int64_
 
 // Rows without a query have nothing to be checked.
 bool AttentionPlan::check_rows(Checker& check, const Attention& a, const AttentionRows& rows) {
+  if (!check.require(rows.query_start[0] == 0, "query_start begins at ", rows.query_start[0], ", wanted 0"))
+    return false;
   for (int64_t row = 0; row < rows.rows; ++row) {
     const int64_t first = rows.query_start[row], queries = rows.query_start[row + 1] - first;
     if (queries == 0) continue;
