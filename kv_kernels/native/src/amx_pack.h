@@ -28,27 +28,10 @@ struct TokenTiles {
   int64_t tiles, height, blocks;
 };
 
-// `BlockSteps::scales` of a block by itself, whose largest number is this.
-inline float float_digits_scale(float largest) {
-  const float above = largest * (128.0f / 127.0f);
-  uint32_t bits;
-  std::memcpy(&bits, &above, sizeof bits);
-  const int exponent = static_cast<int>(bits >> 23) - 127;
-  if (exponent < -100) return 0;
-  bits = static_cast<uint32_t>(8 * kFloatDigits - 2 - exponent + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return scale;
-}
-
-// One block of one token: its digits `height` rows apart. Gives the sum of its numbers.
-inline float pack_pairs(const float* from, int64_t height, char* to) {
+// One block of one token, an integer of it being `scale` times a number: its digits `height` rows apart. Gives the sum of
+// its numbers.
+inline float pack_pairs(const float* from, float scale, float place, __mmask16 kept, int64_t height, char* to) {
   const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
-  constexpr int kNotFinite = 0x99;
-  const bool finite = !(_mm512_fpclass_ps_mask(low, kNotFinite) | _mm512_fpclass_ps_mask(high, kNotFinite));
-  const float scale = float_digits_scale(_mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high))));
-  float place = !finite ? __builtin_nanf("") : scale == 0 ? 0.0f : 1.0f / scale;
-  const __mmask16 kept = finite ? 0xffff : 0;  // or sums of digits could overflow
   __m512i n = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(low, _mm512_set1_ps(scale)));
   __m512i m = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(high, _mm512_set1_ps(scale)));
 #pragma GCC unroll 3
@@ -71,20 +54,31 @@ void amx_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, floa
   if (!has_integers(weight.kind)) return avx512_kernels().products.pack(weight, x, tokens, packed);
   if (tokens <= kFewTokens) return digits_pack<kFloatDigits>(weight, x, tokens, packed);
   const TokenTiles shape(weight, tokens);
-  alignas(64) static constexpr float kZeros[kQuantBlock] = {};
+  const int64_t row_bytes = 2 * kQuantBlock;
   float* sums = packed + shape.sums_offset();
   char* to = reinterpret_cast<char*>(packed);
   for (int64_t tile = 0; tile < shape.tiles; ++tile) {
     const int64_t first = tile * shape.height, present = tokens - first < shape.height ? tokens - first : shape.height;
     const float* rows = x(first, present);
-    for (int64_t block = 0; block < shape.blocks; ++block) {
-      for (int64_t row = 0; row < shape.height; ++row) {
-        const float* from = row < present ? rows + row * weight.in_features + block * kQuantBlock : kZeros;
-        sums[row] = pack_pairs(from, shape.height, to + row * 2 * kQuantBlock);
-      }
-      to += shape.block_bytes();
-      sums += shape.height;
+    if (present < shape.height) {
+      std::memset(to, 0, static_cast<size_t>(shape.blocks * shape.block_bytes()));
+      std::memset(sums, 0, static_cast<size_t>(shape.blocks * shape.height) * sizeof(float));
     }
+    for (int64_t row = 0; row < present; ++row) {
+      const float* from = rows + row * weight.in_features;
+      for (int64_t run = 0; run < shape.blocks; run += 16) {
+        const int64_t count = shape.blocks - run < 16 ? shape.blocks - run : 16;
+        const BlockSteps<kFloatDigits> steps(from, count);
+        for (int64_t i = 0; i < count; ++i, from += kQuantBlock) {
+          const __mmask16 kept = steps.finite >> i & 1 ? 0xffff : 0;  // or sums of digits could overflow
+          char* block = to + (run + i) * shape.block_bytes() + row * row_bytes;
+          sums[(run + i) * shape.height + row] =
+              pack_pairs(from, steps.scales[i], steps.places[i], kept, shape.height, block);
+        }
+      }
+    }
+    to += shape.blocks * shape.block_bytes();
+    sums += shape.blocks * shape.height;
   }
 }
 
