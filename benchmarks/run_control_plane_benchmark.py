@@ -128,7 +128,7 @@ def decode_plan(scheduler: Scheduler, workload: Workload) -> StepPlan:
 
 def retire(scheduler: Scheduler, plan: StepPlan) -> None:
     """Report a sampled token for every row."""
-    scheduler.retire(plan, np.ones(plan.rows.size, np.int32))
+    scheduler.retire(plan, np.ones((1, plan.rows.size), np.int32))
 
 
 def report(series: str, workload: Workload, passes: Passes) -> None:

@@ -69,6 +69,7 @@ class RunningRequests:
         return self._token_ids[row, start:end]
 
     def record(self, rows: Int64Array, positions: Int64Array, token_ids: Int32Array) -> None:
-        """Token ids [n] that the device sampled for `rows` [n] at `positions` [n] have reached the host."""
-        self._token_ids[rows, positions] = token_ids
-        self.num_known[rows] = positions + 1
+        """Token ids [steps, n] that the device sampled for `rows` [n] from `positions` [n] on have reached the host."""
+        steps = len(token_ids)
+        self._token_ids[rows, positions + np.arange(steps)[:, None]] = token_ids
+        self.num_known[rows] = positions + steps

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kv_common.errors import JaxkvError
 from kv_common.layout import KvStorageLayoutV1
 from kv_control.admission import Admission, Granted
+from kv_control.bursts import burst_steps
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.prefix_trie import page_digest
 from kv_control.queue import AGING_STEPS, QueuedRequest, Seniority, WaitingQueue
@@ -131,8 +132,9 @@ class Scheduler:
         finally:
             self.residency.forget(request_id)
 
-    def schedule(self, *, may_preempt: bool = True) -> StepPlan | None:
-        """The next step over queued and running requests, or None where none can be formed.
+    def schedule(self, *, may_preempt: bool = True, most_steps: int = 1) -> StepPlan | None:
+        """The next step over queued and running requests, or None where none can be formed. Where all do nothing but
+        decode and nobody waits it may be a burst of up to `most_steps`.
 
         Pass `may_preempt=False` while tokens of an earlier step are on the device: a request may only be preempted when
         all of its tokens are known. None then means that the step needs a preemption first.
@@ -144,6 +146,10 @@ class Scheduler:
         preempted += [self._preempt(row) for row in in_the_way.tolist()]
         rows = self.running.by_seniority(np.flatnonzero(self.residency.request_map.live & ~self.running.held))
         want = self.running.kv_goal(rows) - self.running.kv_len[rows]
+        steps = 1 if len(self._waiting) else burst_steps(self.residency, rows[want > 0], most_steps)
+        if steps > 1:
+            rows = rows[want > 0]
+            return self._plan(rows, np.full(rows.size, steps), (), (), steps=steps)
         fitted = self._fit_pages(Granted(rows, self._within_budget(want)), preempted, may_preempt)
         if fitted is None:
             return None
@@ -172,12 +178,12 @@ class Scheduler:
         return Granted(rows[tokens > 0], tokens[tokens > 0])
 
     def retire(self, plan: StepPlan, token_ids: Int32Array) -> NDArray[np.bool_]:
-        """Record the ids [n] that a step sampled; returns which rows [n] of the plan gained a token.
+        """Record the ids [steps, n] that a plan sampled; returns which of its rows [n] gained a token in each step.
 
         Rows that did not sample, and rows whose request ended while the step ran, gain none.
         """
         gained = plan.samples & self.residency.request_map.is_current(plan.rows, plan.epochs)
-        self.running.record(plan.rows[gained], plan.positions[gained], token_ids[gained])
+        self.running.record(plan.rows[gained], plan.positions[gained], token_ids[:, gained])
         self.residency.publish(plan.rows[gained])
         return gained
 
@@ -268,21 +274,27 @@ class Scheduler:
         return request.request_id
 
     def _plan(
-        self, rows: Int64Array, tokens: Int64Array, admitted: tuple[int, ...], preempted: tuple[int, ...]
+        self,
+        rows: Int64Array,
+        tokens: Int64Array,
+        admitted: tuple[int, ...],
+        preempted: tuple[int, ...],
+        *,
+        steps: int = 1,
     ) -> StepPlan:
         running = self.running
         pages = self.residency.advance(rows, tokens)
         self.residency.publish(rows)
         self.residency.give_back(rows)
-        self._steps += 1
-        kv_len = running.kv_len[rows]
-        samples = kv_len == running.num_tokens[rows]
-        running.num_tokens[rows] += samples
+        self._steps += steps
+        positions = running.kv_len[rows] - (steps - 1)
+        samples = positions == running.num_tokens[rows]
+        running.num_tokens[rows] += steps * samples
         return StepPlan(
             rows=rows,
             epochs=self.residency.request_map.epoch[rows],
             request_ids=running.request_id[rows],
-            positions=kv_len,
+            positions=positions,
             samples=samples,
             token_rows=np.repeat(rows, tokens),
             table=pages.table,
@@ -291,4 +303,5 @@ class Scheduler:
             copy_targets=pages.copy_targets,
             admitted=admitted,
             preempted=preempted,
+            steps=steps,
         )

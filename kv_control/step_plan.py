@@ -1,4 +1,4 @@
-"""What the scheduler hands out: one step, described for whoever runs it."""
+"""What the scheduler hands out: one step, or several of the same rows in a row, described for whoever runs it."""
 
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ class StepPlan(NamedTuple):
     rows, epochs, request_ids, positions, samples: [n] in the order of `table`; `positions` is the index that the
     row's next token will have in its sequence. token_rows: [tokens]. Before anything is written the step clears
     `scrub_pages` and then copies `copy_sources` to `copy_targets`. `admitted` are rows.
+
+    A plan of several `steps` is a burst: every row samples in each, has so many tokens in `table`, and computes them
+    one after the other.
     """
 
     rows: Int64Array
@@ -29,3 +32,4 @@ class StepPlan(NamedTuple):
     copy_targets: Int32Array
     admitted: tuple[int, ...]
     preempted: tuple[int, ...]
+    steps: int

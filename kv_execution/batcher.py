@@ -2,7 +2,7 @@
 
 One step stays on the device while the host plans the next, so `step` returns the tokens of the step before the one it
 starts. A request that ends on a stop token is therefore known to have ended one step late; what that step computed for
-it is dropped.
+it is dropped. Where all requests do nothing but decode, and steps are short, a step is a burst of several.
 """
 
 import heapq
@@ -17,6 +17,7 @@ from kv_common.model_spec import ModelSpec
 from kv_control.page_allocator import OutOfPagesError
 from kv_control.step_plan import StepPlan
 from kv_execution.adapters import AdapterChoice, Adapters
+from kv_execution.burst_pace import BurstPace
 from kv_execution.constraints import TokenConstraint
 from kv_execution.requests import TokenOutput, make_request
 from kv_execution.runtime import DispatchedStep, PagedRuntime
@@ -69,6 +70,7 @@ class Batcher:
         request_ids: "itertools.count[int]",
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
+        burst_s: float,
     ) -> None:
         self._runtime = runtime
         self._spec = spec
@@ -79,6 +81,7 @@ class Batcher:
         self._draw_seed = draw_seed
         self._prompts: dict[int, tuple[NDArray[np.int32], str, AdapterChoice]] = {}
         self._deadlines: list[tuple[float, int]] = []
+        self._pace = BurstPace(burst_s if runtime.bursts else 0.0, clock)
         self._in_flight: DispatchedStep | None = None
         self._undelivered: list[TokenOutput] = []
 
@@ -209,7 +212,8 @@ class Batcher:
     def _advance(self) -> list[TokenOutput]:
         with self._runtime.step():
             previous = self._in_flight
-            plan = self._runtime.scheduler.schedule(may_preempt=previous is None)
+            most_steps = self._pace.steps(self._runtime.most_burst_steps())
+            plan = self._runtime.scheduler.schedule(may_preempt=previous is None, most_steps=most_steps)
             if plan is not None and previous is not None and self._runtime.awaits_tokens(plan):
                 return self._advance_constrained(previous, plan)
             self._in_flight = None if plan is None else self._runtime.dispatch(plan)
@@ -230,6 +234,7 @@ class Batcher:
 
     def _collect(self, step: DispatchedStep) -> list[TokenOutput]:
         outputs = self._runtime.collect(step)
+        self._pace.collected(step.plan.steps)
         for output in outputs:
             if output.finish_reason is not None:
                 self._end(output.request_id)

@@ -1,5 +1,6 @@
 """How an engine is set up: checked once here, then handed down in parts."""
 
+import math
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -24,6 +25,9 @@ class EngineConfig:
         prefix_cache: keep the K/V of full pages and share it between requests that begin with the same tokens.
         longest_prefix_first: among those that have waited longest, admit the requests that share most first.
         max_waiting: requests that may wait; None for any number.
+        burst_s: where every request only decodes, and each asks for the most likely token, make steps for about so many
+            seconds, and at most 8, before the host hears of their tokens: they come in bursts, and new requests wait as
+            much longer. 0 for single steps.
         int8_activations: round activations to 8 bits, 32 with one scale, where weights of 4 bits meet them, or of 8 in
             blocks of 32 (Q8_0), as other engines do by default: less exact, and faster on CPUs with AVX-512 VNNI and
             BF16 that have no matrix tiles. Refused on others.
@@ -47,6 +51,7 @@ class EngineConfig:
     prefix_cache: bool = True
     longest_prefix_first: bool = False
     max_waiting: int | None = None
+    burst_s: float = 0.05
     int8_activations: bool = False
     provider: str = "auto"
     tensor_parallel: int | None = None
@@ -83,6 +88,9 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise EngineConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
+        burst_s: object = self.burst_s
+        if isinstance(burst_s, bool) or not isinstance(burst_s, (int, float)) or not 0 <= burst_s < math.inf:
+            raise EngineConfigError(f"burst_s is {self.burst_s!r}; give seconds, 0 or more")
         if self.max_step_tokens < self.max_requests:
             raise EngineConfigError(
                 f"max_step_tokens {self.max_step_tokens} is below max_requests {self.max_requests}, so a "

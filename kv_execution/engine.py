@@ -112,6 +112,7 @@ class PagedEngine:
             self.model.spec.vocab_size,
             mesh=self.model.tensor_mesh,
             has_adapters=config.max_adapters > 0,
+            bursts=config.burst_s > 0,
             debug=config.debug,
         )
         self._namespace = namespace_of(self.model, layout, prefix_cache=config.prefix_cache)
@@ -123,6 +124,7 @@ class PagedEngine:
             self._request_ids,
             clock=self._clock,
             draw_seed=self._draw_seed,
+            burst_s=config.burst_s,
         )
         logger.info(allocation_line(layout, self._planned.chosen.provider.name))
         return self.describe()

@@ -29,7 +29,7 @@ def shapes_needed(
     rows, longest, total = len(waiting), 0, 0
     while waiting and (plan := scheduler.schedule()) is not None:
         shapes.add(buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max())))
-        gained = scheduler.retire(plan, np.zeros(len(plan.rows), np.int32))
+        gained = scheduler.retire(plan, np.zeros((1, len(plan.rows)), np.int32))
         for index in plan.request_ids[gained].tolist():
             if waiting.pop(index, None) is None:
                 continue

@@ -91,6 +91,11 @@ class Request:
         """Stop tokens that must not come before `min_tokens` tokens are there."""
         return tuple(self.stop_token_ids) if self.params.min_tokens else ()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last output is there."""
+        return bool(self.outputs) and self.outputs[-1].finish_reason is not None
+
     def accept(self, token: int, logprob: float | None, top_logprobs: tuple[TokenLogprob, ...]) -> TokenOutput:
         """Take the next token, -1 where there is none to choose, and say whether it is the last."""
         if token < 0:

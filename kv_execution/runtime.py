@@ -22,12 +22,14 @@ from kv_execution.compilation_cache import reporting_cache_faults
 from kv_execution.pools import allocate_pools, poison_pages
 from kv_execution.processes import connect
 from kv_execution.requests import Request, TokenLogprob, TokenOutput
+from kv_execution.runtime_counters import RuntimeCounters
 from kv_execution.sampler_programs import choose_tokens, compile_sampler
 from kv_execution.sampler_state import empty_sampler_state, set_request
 from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, StepSampling
 from kv_execution.sampling_table import SamplingTable
-from kv_execution.step import DeviceState, GreedyResult, StepPrograms
+from kv_execution.step import StepPrograms
 from kv_execution.step_inputs import StepInputs
+from kv_execution.step_values import MAX_BURST_STEPS, BurstInputs, DeviceState, GreedyResult
 from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.peers import together
 from kv_kernels.provider import KernelProvider
@@ -35,8 +37,8 @@ from kv_kernels.tensor_parallel import TensorMesh
 
 
 class DispatchedStep(NamedTuple):
-    """A step on its way: the plan, and arrays that the device is filling; `sampled` where more than `token` [rows] is
-    asked for.
+    """A step on its way: the plan, and arrays that the device is filling: `token` [rows], or of a burst
+    [MAX_BURST_STEPS, rows]; `sampled` where more is asked for.
     """
 
     plan: StepPlan
@@ -46,19 +48,6 @@ class DispatchedStep(NamedTuple):
 
 class InterruptedStepError(JaxkvError):
     """A step was cut off between its plan and its tokens, so what pages hold is not known any more."""
-
-
-class RuntimeCounters:
-    """What a runtime has done since it began."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.prefill_tokens = 0
-        self.decode_tokens = 0
-        self.preemptions = 0
-        self.copied_pages = 0
-        self.peak_pages_in_use = 0
-        self.shapes: set[StepShape] = set()
 
 
 class PagedRuntime:
@@ -75,6 +64,7 @@ class PagedRuntime:
         *,
         mesh: TensorMesh | None,
         has_adapters: bool,
+        bursts: bool,
         debug: bool,
     ) -> None:
         self.layout = scheduler.layout
@@ -92,6 +82,8 @@ class PagedRuntime:
         self._inputs = StepInputs(
             provider, self.layout, buckets.max_rows, self._adapter_slots if has_adapters else None
         )
+        # Processes would have to agree on how long a burst is.
+        self.bursts = bursts and self._num_processes == 1 and self._inputs.can_burst(buckets.shape_for(1, 1, 1))
         self._ran: set[tuple[object, ...]] = set()
         connect(mesh)
         with reporting_cache_faults():
@@ -151,6 +143,9 @@ class PagedRuntime:
                 for kind in samplers:
                     sampling = self._table.padding(shape.rows, kind)
                     compile_sampler(self.programs, self.params, hidden, self.state.sampler, sampling)
+                if self.bursts and GreedyInputs in samplers and shape.tokens == shape.rows:
+                    burst = self._inputs.burst_of(None, shape)
+                    self.programs.burst.lower(self.params, self.state, burst).compile()
         if self._debug:
             self._poison(np.zeros(1, np.int32))
 
@@ -168,9 +163,14 @@ class PagedRuntime:
             self._table.assign(row, request)
         self._set_request(row, running.known_tokens(row, 0, int(running.num_known[row])), bias)
 
+    def most_burst_steps(self) -> int:
+        """How many steps the running requests may make in a row without the host."""
+        rows = np.flatnonzero(self.scheduler.residency.request_map.live & ~self.scheduler.running.held)
+        return MAX_BURST_STEPS if self.bursts and self._table.are_plain(rows) else 1
+
     def dispatch(self, plan: StepPlan) -> DispatchedStep:
-        """Start a step on the device; returns at once where the backend runs asynchronously."""
-        return self.choose(plan, self.forward(plan))
+        """Start a step, or a burst of them, on the device; returns at once where the backend runs asynchronously."""
+        return self.choose(plan, self.forward(plan)) if plan.steps == 1 else self._burst(plan)
 
     def awaits_tokens(self, plan: StepPlan) -> bool:
         """Whether the choices of `plan` depend on tokens that the host has to know first."""
@@ -185,7 +185,7 @@ class PagedRuntime:
         with self._reporting_first(shape, None):
             self.state, hidden = self.programs.forward(self.params, self.state, self._inputs.of(plan, shape))
         self._poison_freed()
-        self._count(plan, shape)
+        self.counters.add(plan, shape, self.scheduler.residency.allocator.live_pages)
         return hidden
 
     def choose(self, plan: StepPlan, hidden: jax.Array) -> DispatchedStep:
@@ -197,15 +197,19 @@ class PagedRuntime:
         return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
 
     def collect(self, step: DispatchedStep) -> list[TokenOutput]:
-        """Wait for a step's tokens and hand them to their requests, in the order of the step's rows."""
-        tokens = np.asarray(step.token)[: len(step.plan.rows)]
+        """Wait for a step's tokens and hand them to their requests, in the order of its rows; of a burst step by step,
+        up to each request's last.
+        """
+        padded = np.asarray(step.token)
+        tokens = padded.reshape(-1, padded.shape[-1])[: step.plan.steps, : len(step.plan.rows)]
         sampled = None if step.sampled is None else Sampled(*(np.asarray(array) for array in step.sampled))
-        gained = np.flatnonzero(self.scheduler.retire(step.plan, tokens))
+        gained = np.flatnonzero(self.scheduler.retire(step.plan, tokens)).tolist()
+        requests = [self.requests[request_id] for request_id in step.plan.request_ids[gained].tolist()]
         return [
-            self._accept(request_id, token, sampled, index)
-            for request_id, token, index in zip(
-                step.plan.request_ids[gained].tolist(), tokens[gained].tolist(), gained.tolist(), strict=True
-            )
+            self._accept(request, token, sampled, index)
+            for of_step in tokens[:, gained].tolist()
+            for request, token, index in zip(requests, of_step, gained, strict=True)
+            if not request.has_ended
         ]
 
     def run_held(self, program: jax.stages.Wrapped, plan: StepPlan, *arguments: Any) -> jax.Array:
@@ -233,8 +237,16 @@ class PagedRuntime:
         self._ran.add(program)
         return reporting_cache_faults() if first else contextlib.nullcontext()
 
-    def _accept(self, request_id: int, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
-        request = self.requests[request_id]
+    def _burst(self, plan: StepPlan) -> DispatchedStep:
+        shape = self.shape_of(plan)
+        self._check(plan)
+        with self._reporting_first(shape, BurstInputs):
+            self.state, token = self.programs.burst(self.params, self.state, self._inputs.burst_of(plan, shape))
+        self._poison_freed()
+        self.counters.add(plan, shape, self.scheduler.residency.allocator.live_pages)
+        return DispatchedStep(plan, token, None)
+
+    def _accept(self, request: Request, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         if sampled is None or not request.params.logprobs:
             return request.accept(token, None, ())
         wanted = request.params.top_logprobs
@@ -245,7 +257,8 @@ class PagedRuntime:
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The shape that a step is padded to."""
-        return self.buckets.shape_for(plan.table.tokens, plan.table.rows, int(plan.table.kv_len.max()))
+        table = plan.table
+        return self.buckets.shape_for(table.tokens // plan.steps, table.rows, int(table.kv_len.max()))
 
     def _check(self, plan: StepPlan) -> None:
         """Debug mode, before a step: prove the bookkeeping, and make the pages loud that the step has to clear."""
@@ -270,15 +283,3 @@ class PagedRuntime:
 
     def _poison(self, pages: NDArray[np.int32]) -> None:
         self.state = self.state._replace(pools=poison_pages(self.state.pools, pages, self.layout))
-
-    def _count(self, plan: StepPlan, shape: StepShape) -> None:
-        counters = self.counters
-        counters.steps += 1
-        starts = plan.table.query_start
-        decodes = int((starts[1:] - starts[:-1] == 1).sum())
-        counters.decode_tokens += decodes
-        counters.prefill_tokens += plan.table.tokens - decodes
-        counters.preemptions += len(plan.preempted)
-        counters.copied_pages += len(plan.copy_targets)
-        counters.shapes.add(shape)
-        counters.peak_pages_in_use = max(counters.peak_pages_in_use, self.scheduler.residency.allocator.live_pages)

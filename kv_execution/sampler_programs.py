@@ -13,7 +13,8 @@ import jax
 
 from kv_execution.sampler_state import SamplerState
 from kv_execution.sampling import ConstrainedInputs, GreedyInputs, SamplingInputs, StepSampling
-from kv_execution.step import GreedyResult, SampleResult, StepPrograms
+from kv_execution.step import StepPrograms
+from kv_execution.step_values import GreedyResult, SampleResult
 
 
 def samplers_for(plain: Collection[bool], constrained: bool) -> tuple[type[StepSampling], ...]:

@@ -78,6 +78,10 @@ class SamplingTable:
         position[asking], history_row[asking] = positions[asking], rows[asking]
         return GreedyInputs(position, history_row)
 
+    def are_plain(self, rows: NDArray[np.int64]) -> bool:
+        """Whether all requests of `rows` [n] ask for nothing but the most likely token."""
+        return bool(self._plain[rows].all())
+
     def constrains(self, rows: NDArray[np.int64]) -> bool:
         """Whether any request of `rows` [n] is held to certain tokens."""
         return any(self._constraints[row] is not None for row in rows[~self._plain[rows]].tolist())

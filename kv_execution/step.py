@@ -18,7 +18,19 @@ from jax.sharding import PartitionSpec
 from kv_common.layout import KvStorageLayoutV1
 from kv_execution.protocols import CausalModel
 from kv_execution.sampler_state import SamplerState, record_tokens
-from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, allowed_logits, sample
+from kv_execution.sampling import GreedyInputs, SamplingInputs, allowed_logits, sample
+from kv_execution.step_values import (
+    BurstInputs,
+    BurstResult,
+    DeviceState,
+    ForwardInputs,
+    ForwardResult,
+    GreedyResult,
+    NetworkResult,
+    PoolResult,
+    SampleResult,
+    ScoreResult,
+)
 from kv_kernels.adapters import AdapterCapacity, column_mask
 from kv_kernels.output_products import OutputProducts
 from kv_kernels.provider import KernelProvider, Placement, PoolPair
@@ -30,79 +42,6 @@ COUNTED_OPERATIONS = 2048
 counts none of a kernel library's: the host would wait for the step instead of planning the next one."""
 
 
-class DeviceState(NamedTuple):
-    """What lives on the device between steps; every step donates it."""
-
-    pools: PoolPair
-    sampler: SamplerState
-
-
-class ForwardInputs(NamedTuple):
-    """One step's arrays, padded to its shape; int32.
-
-    token_rows, positions, slots: [tokens], where each token is in the histories and where its K/V goes. scrub_pages
-    [entries] and copy_targets [rows], -1 for none; copy_sources [rows]. logit_rows [rows]: the last token of each
-    row. plan: the provider's. adapter_slots [tokens], None where the engine has no adapters.
-    """
-
-    token_rows: Any
-    positions: Any
-    slots: Any
-    scrub_pages: Any
-    copy_sources: Any
-    copy_targets: Any
-    logit_rows: Any
-    plan: Any
-    adapter_slots: Any
-
-
-class ForwardResult(NamedTuple):
-    """The state after the step, and of every row what the output product takes, [rows, hidden]."""
-
-    state: DeviceState
-    hidden: jax.Array
-
-
-class ScoreResult(NamedTuple):
-    """The state after the step, and log-probabilities [tokens, vocab] f32."""
-
-    state: DeviceState
-    logprobs: jax.Array
-
-
-class NetworkResult(NamedTuple):
-    """What a network makes of a step: the pools with its K/V, and the hidden states or logits that it is asked for."""
-
-    pools: PoolPair
-    out: jax.Array
-
-
-class PoolResult(NamedTuple):
-    """The state after the step, and the sums with the weighted hidden states of its tokens, each in its row."""
-
-    state: DeviceState
-    sums: jax.Array
-
-
-class SampleResult(NamedTuple):
-    """The state with the sampled tokens in the histories, and those tokens."""
-
-    state: SamplerState
-    sampled: Sampled
-
-    @property
-    def token(self) -> Any:
-        """The tokens [rows] i32."""
-        return self.sampled.token
-
-
-class GreedyResult(NamedTuple):
-    """The state with the sampled tokens in the histories, and those tokens [rows] i32."""
-
-    state: SamplerState
-    token: jax.Array
-
-
 class StepPrograms(NamedTuple):
     """Jitted functions; states are donated, and by `pool` sums.
 
@@ -110,7 +49,8 @@ class StepPrograms(NamedTuple):
     [tokens] f32 and sums [rows of the engine, hidden] f32 to PoolResult. classify: (params, sums) to scores [rows of
     the engine, labels] f32. logits: (params, hidden [rows, hidden]) to logits [rows, vocab] f32. mask: (logits, allowed
     tokens) to eligible logits. sample: (logits, eligible logits, SamplerState, SamplingInputs) to SampleResult. greedy:
-    (params, hidden, SamplerState, GreedyInputs) to GreedyResult.
+    (params, hidden, SamplerState, GreedyInputs) to GreedyResult. burst: (params, DeviceState, BurstInputs) to
+    BurstResult, every step `forward` and `greedy`.
     """
 
     forward: jax.stages.Wrapped
@@ -121,6 +61,7 @@ class StepPrograms(NamedTuple):
     mask: jax.stages.Wrapped
     sample: jax.stages.Wrapped
     greedy: jax.stages.Wrapped
+    burst: jax.stages.Wrapped
 
 
 def build_step_programs(
@@ -206,10 +147,18 @@ def build_step_programs(
         pool_sharding: Any = mesh.sharding(POOL_SPEC)
         step_shardings = (DeviceState(pool_sharding, result_sharding), result_sharding)
 
-    def forward(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
-        on_trace()
+    def compute(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
         pools, hidden = network(params, state.pools, jnp.asarray(state.sampler.history), inputs)
         return ForwardResult(state._replace(pools=pools), hidden)
+
+    def choose(params: Any, hidden: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
+        # What `sample` chooses where nothing is asked.
+        token = most_likely(params, hidden, _used(inputs.history_row, jnp.asarray(state.history)))
+        return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
+
+    def forward(params: Any, state: DeviceState, inputs: ForwardInputs) -> ForwardResult:
+        on_trace()
+        return compute(params, state, inputs)
 
     def score(params: Any, state: DeviceState, inputs: ForwardInputs) -> ScoreResult:
         on_trace()
@@ -245,9 +194,27 @@ def build_step_programs(
 
     def greedy_rows(params: Any, hidden: jax.Array, state: SamplerState, inputs: GreedyInputs) -> GreedyResult:
         on_trace()
-        # What `sample` chooses where nothing is asked.
-        token = most_likely(params, hidden, _used(inputs.history_row, jnp.asarray(state.history)))
-        return GreedyResult(record_tokens(state, inputs.history_row, inputs.position, token), token)
+        return choose(params, hidden, state, inputs)
+
+    def burst(params: Any, state: DeviceState, inputs: BurstInputs) -> BurstResult:
+        on_trace()
+
+        def step(index: jax.Array, so_far: BurstResult) -> BurstResult:
+            first = inputs.first
+            inputs_now = first._replace(
+                positions=first.positions + index,
+                slots=jnp.asarray(inputs.slots)[index],
+                plan=provider.later(first.plan, index),
+                # Pages of all steps are made ready by the first.
+                scrub_pages=jnp.where(index == 0, first.scrub_pages, -1),
+                copy_targets=jnp.where(index == 0, first.copy_targets, -1),
+            )
+            state, hidden = compute(params, so_far.state, inputs_now)
+            chosen = choose(params, hidden, state.sampler, GreedyInputs(inputs_now.positions + 1, first.token_rows))
+            return BurstResult(state._replace(sampler=chosen.state), so_far.token.at[index].set(chosen.token))
+
+        none = jnp.full(inputs.slots.shape, -1, jnp.int32)
+        return jax.lax.fori_loop(0, inputs.steps, step, BurstResult(state, none))
 
     def shardings(result: Callable[..., Any]) -> Any:
         return None if step_shardings is None else result(*step_shardings)
@@ -261,6 +228,7 @@ def build_step_programs(
         mask=jax.jit(mask_rows, out_shardings=result_sharding),
         sample=jax.jit(sample_rows, donate_argnums=2, out_shardings=result_sharding),
         greedy=jax.jit(greedy_rows, donate_argnums=2, out_shardings=result_sharding),
+        burst=jax.jit(burst, donate_argnums=1, out_shardings=shardings(BurstResult)),
     )
 
 

@@ -4,6 +4,8 @@ They stay apart, and in numpy: bringing a small array to a CPU device costs a ji
 so packing them into one would only hide which is which.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,7 +13,7 @@ from kv_common.layout import KvStorageLayoutV1
 from kv_common.page_table import KvPageTableV1
 from kv_control.buckets import StepShape, page_entries, scrub_entries
 from kv_control.step_plan import StepPlan
-from kv_execution.step import ForwardInputs
+from kv_execution.step_values import MAX_BURST_STEPS, BurstInputs, ForwardInputs
 from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.provider import KernelProvider, PlanShape
 
@@ -56,6 +58,27 @@ class StepInputs:
             if self._adapter_slots is None
             else _over(padding.adapter_slots, self._adapter_slots[plan.token_rows]),
         )
+
+    def can_burst(self, shape: StepShape) -> bool:
+        """Whether the provider needs no plan of its own for every step of a burst."""
+        return self._provider.later(self.of(None, shape).plan, 0) is not None
+
+    def burst_of(self, plan: StepPlan | None, shape: StepShape) -> BurstInputs:
+        """The burst of `plan`, whose steps are of `shape`; of no steps where there is no plan."""
+        padding = self.of(None, shape)
+        slots = np.tile(padding.slots, (MAX_BURST_STEPS, 1))
+        if plan is None:
+            return BurstInputs(padding, slots, np.int32(0))
+        table, steps = plan.table, plan.steps
+        slots[:steps, : table.rows] = table.write_slots.reshape(-1, steps).T
+        first = replace(
+            table,
+            write_slots=table.write_slots[::steps],
+            positions=table.positions[::steps],
+            query_start=np.arange(table.rows + 1, dtype=np.int32),
+            kv_len=table.kv_len - np.int32(steps - 1),
+        )
+        return BurstInputs(self.of(plan._replace(table=first, token_rows=plan.rows), shape), slots, np.int32(steps))
 
     def _padding(self, shape: StepShape) -> ForwardInputs:
         tokens_per_page = self._layout.tokens_per_page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -20,6 +20,10 @@ class GpuKernels(ComposedKernels):
     """`interpret` runs our own kernels on a CPU."""
 
     interpret: bool = False
+
+    def later(self, plan: Any, steps: jax.Array | int) -> Any | None:
+        """See KernelProvider; the host deals these kernels their work step by step."""
+        return None
 
     def grouped_mlp(
         self: _GpuProvider,

@@ -148,6 +148,11 @@ class KernelProvider(Protocol):
     def plan(self, table: KvPageTableV1, shape: PlanShape) -> Any:
         """A pytree of numpy arrays, padded to `shape`, that `paged_attention` takes for this step."""
 
+    def later(self, plan: Any, steps: jax.Array | int) -> Any | None:
+        """`plan`, of a step of one token a row, as it is after so many more of them, whose pages it has already; None
+        where a plan holds for its own step alone.
+        """
+
     def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
         """Write k_new and v_new [tokens, kv_heads, head_dim] at absolute `slots` [tokens] i32 of the pools, in place
         under donation.

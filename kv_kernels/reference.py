@@ -86,6 +86,9 @@ class ReferenceProvider(ComposedKernels):
             page_ids=_padded(table.page_ids, shape.page_entries),
         )
 
+    def later(self, plan: ReferencePlan, steps: jax.Array | int) -> ReferencePlan:
+        return plan._replace(tile_position=plan.tile_position + steps, kv_len=plan.kv_len + steps)
+
     def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
         # By page and offset: a pool of one head that is reshaped to slots and back is copied, since XLA then takes the
         # axis of that head for the outermost.

@@ -87,6 +87,9 @@ class NativeProvider:
             page_ids=_padded(table.page_ids, shape.page_entries),
         )
 
+    def later(self, plan: NativePlan, steps: jax.Array | int) -> NativePlan:
+        return plan._replace(kv_len=plan.kv_len + steps)
+
     def append_kv(self, k_new: jax.Array, v_new: jax.Array, slots: jax.Array, pools: PoolPair) -> PoolPair:
         results = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
         call = _call("jaxkv_append_kv", results, input_output_aliases={3: 0, 4: 1})

@@ -52,7 +52,7 @@ def expected_of(prompt, max_new_tokens, *, namespace=b"", ends_at=None) -> Expec
 class SchedulerDriver:
     """Submits, steps and collects; every step is checked against `expected`, and the books after it."""
 
-    def __init__(self, *, usable_pages, max_requests=4, max_step_tokens=16, max_context=64, **options):
+    def __init__(self, *, usable_pages, max_requests=4, max_step_tokens=16, max_context=64, most_steps=1, **options):
         layout = KvStorageLayoutV1(
             num_layers=1, num_kv_heads=1, head_dim=1, tokens_per_page=PAGE, num_pages=usable_pages + 1
         )
@@ -67,6 +67,7 @@ class SchedulerDriver:
         self.allocator = self.residency.allocator
         self.running = self.scheduler.running
         self.max_step_tokens = max_step_tokens
+        self.most_steps = most_steps
         self.content = np.full((usable_pages + 1, PAGE), CLEARED, np.int64)
         self.expected: dict[int, Expected] = {}
         self.unfinished: set[int] = set()
@@ -137,11 +138,11 @@ class SchedulerDriver:
         """Start the next step and collect the one before it. Fails where nothing can ever go on."""
         previous, self._in_flight = self._in_flight, None
         before = self.books()
-        plan = self.scheduler.schedule(may_preempt=previous is None)
+        plan = self.scheduler.schedule(may_preempt=previous is None, most_steps=self.most_steps)
         if plan is None:
             assert self.books() == before, "no step was formed, and yet something changed"
         else:
-            chunks = np.diff(plan.table.query_start) > 1
+            chunks = np.diff(plan.table.query_start) > plan.steps
             assert not (chunks[:-1] & ~chunks[1:]).any(), "a prefill chunk goes before a decode"
             self._in_flight = plan, self._run(plan)
         if previous is not None:
@@ -226,7 +227,7 @@ class SchedulerDriver:
         assert self.free_pages == usable
 
     def _run(self, plan: StepPlan) -> np.ndarray:
-        """Play the device: clear, copy, write, read; returns the tokens [n] that it samples."""
+        """Play the device: clear, copy, write, read; returns the tokens [steps, n] that it samples."""
         table = plan.table
         table.validate(len(self.content), reach=self.residency.reach)
         self._note(plan)
@@ -237,7 +238,7 @@ class SchedulerDriver:
         written = [row.content[start:end] for row, start, end in zip(due, starts, table.kv_len, strict=True)]
         self.content.reshape(-1)[table.write_slots] = np.concatenate(written)
         assert (self.content[table.page_ids] != UNREADABLE).all(), "a page was not cleared"
-        sampled = np.full(table.rows, UNREADABLE, np.int32)
+        sampled = np.full((plan.steps, table.rows), UNREADABLE, np.int32)
         oldest_seen = starts - (starts if self.residency.reach is None else self.residency.reach - 1)
         for index, row in enumerate(due):
             pages = table.page_ids[table.page_indptr[index] : table.page_indptr[index + 1]]
@@ -246,13 +247,21 @@ class SchedulerDriver:
             read = self.content[pages].reshape(-1)[seen]
             assert np.array_equal(read, row.content[seen]), f"request {plan.request_ids[index]} reads wrong K/V"
             if plan.samples[index]:
-                sampled[index] = read[-1] % VOCABULARY
+                sampled[:, index] = read[-plan.steps :] % VOCABULARY
         self.content[self.allocator.dirty & (self.allocator.reference_count == 0)] = UNREADABLE
         return sampled
 
     def _note(self, plan: StepPlan) -> None:
         tokens = np.diff(plan.table.query_start)
-        assert plan.table.tokens <= self.max_step_tokens
+        assert plan.table.tokens <= self.max_step_tokens * plan.steps
+        if plan.steps > 1:
+            assert plan.steps <= self.most_steps
+            assert (tokens == plan.steps).all()
+            assert plan.samples.all()
+            assert not self.scheduler.num_waiting
+            assert not plan.admitted
+            assert not plan.preempted
+            assert len(plan.scrub_pages) <= plan.table.rows, "a step's shape has room for a page a row"
         assert plan.token_rows.tolist() == np.repeat(plan.rows, tokens).tolist()
         self.plans.append(plan)
         self._note_preempted(plan.preempted)
@@ -272,12 +281,14 @@ class SchedulerDriver:
     def _collect(self, step: tuple[StepPlan, np.ndarray]) -> None:
         plan, sampled = step
         gained = self.scheduler.retire(plan, sampled)
-        for index in np.flatnonzero(gained).tolist():
-            request_id, position = int(plan.request_ids[index]), int(plan.positions[index])
+        for step, index in itertools.product(range(plan.steps), np.flatnonzero(gained).tolist()):
+            request_id, position = int(plan.request_ids[index]), int(plan.positions[index]) + step
+            if request_id not in self.unfinished | self.held:
+                continue  # it ended earlier in the burst
             expected = self.expected[request_id]
-            assert sampled[index] == expected.tokens[position], f"request {request_id} got a wrong token"
+            assert sampled[step, index] == expected.tokens[position], f"request {request_id} got a wrong token"
             answer = self.answers.setdefault(request_id, [])
-            answer.append(int(sampled[index]))
+            answer.append(int(sampled[step, index]))
             assert len(answer) == position + 1 - expected.prompt_len, f"request {request_id} got a token twice"
             if position + 1 == expected.ends_at and request_id in self.unfinished:
                 assert answer == expected.answer

@@ -26,6 +26,7 @@ class SchedulerLife(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         longest_prefix_first=st.booleans(),
         reach=st.sampled_from([None, None, 1, 4, 6]),
+        most_steps=st.sampled_from([1, 1, 2, 3, 8]),
         digest=st.sampled_from([page_digest, page_digest, lambda data: b"same", lambda data: bytes([sum(data) % 3])]),
     )
     def begin(self, usable_pages, reach, **options):

@@ -29,6 +29,7 @@ ENGINE = EngineConfig(
     max_waiting=16,
     provider=PROVIDER,
     compilation_cache=False,
+    burst_s=0.0,  # a step is one step, whatever the clock says
 )
 
 

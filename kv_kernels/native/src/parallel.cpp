@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <thread>
@@ -51,6 +52,78 @@ struct Loop {
   }
 };
 
+// A loop that a thread is to help with, and which of the loop's threads it is then.
+struct Invitation {
+  std::shared_ptr<Loop> loop;  // shared, since a helper may start after the call has returned, to find nothing left
+  size_t thread;
+};
+
+// Where a thread that has helped waits for the next loop. The pool takes some microseconds to wake one, as long as a small
+// loop takes, and a step has hundreds of loops.
+class alignas(64) Seat {
+ public:
+  // The next invitation; null where none comes for a while.
+  std::unique_ptr<Invitation> wait() {
+    offer_.store(&waiting, std::memory_order_relaxed);
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    for (int spins = 0; offer_.load(std::memory_order_relaxed) == &waiting; ++spins) {
+      if (spins < kSpins) {
+        relax();
+      } else if (std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::yield();
+      } else {
+        break;
+      }
+    }
+    Invitation* offered = offer_.exchange(nullptr, std::memory_order_acquire);
+    return std::unique_ptr<Invitation>(offered == &waiting ? nullptr : offered);
+  }
+
+  // Whether a thread that waits here took it.
+  bool invite(std::unique_ptr<Invitation>& invitation) {
+    Invitation* expected = &waiting;
+    if (offer_.load(std::memory_order_relaxed) != expected ||
+        !offer_.compare_exchange_strong(expected, invitation.get(), std::memory_order_release, std::memory_order_relaxed)) {
+      return false;
+    }
+    invitation.release();
+    return true;
+  }
+
+ private:
+  static inline Invitation waiting;
+  static constexpr std::chrono::microseconds kPatience{100};
+
+  std::atomic<Invitation*> offer_{nullptr};
+};
+
+constexpr size_t kSeats = 256;
+constexpr int kMostLoops = 256;  // after so many a thread looks what else the pool has for it
+Seat seats[kSeats];
+std::atomic<size_t> seats_taken{0};
+
+// The calling thread's own; null where there are more threads than seats.
+Seat* own_seat() {
+  thread_local const size_t number = seats_taken.fetch_add(1, std::memory_order_relaxed);
+  return number < kSeats ? &seats[number] : nullptr;
+}
+
+// What a thread of the pool does.
+void help(std::unique_ptr<Invitation> invitation) {
+  Seat* seat = own_seat();
+  for (int loops = 0; invitation != nullptr; ++loops) {
+    invitation->loop->work(invitation->thread);
+    invitation = seat == nullptr || loops == kMostLoops ? nullptr : seat->wait();
+  }
+}
+
+void invite(xla::ffi::ThreadPool& pool, std::unique_ptr<Invitation> invitation) {
+  const size_t taken = std::min(seats_taken.load(std::memory_order_relaxed), kSeats);
+  for (size_t i = 0; i < taken; ++i)
+    if (seats[i].invite(invitation)) return;
+  pool.Schedule([raw = invitation.release()] { help(std::unique_ptr<Invitation>(raw)); });
+}
+
 struct Scratch {
   float* memory = nullptr;
   int64_t size = 0;
@@ -71,10 +144,9 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const std::function
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
   }
-  // Shared, since a helper may start after this call has returned, to find nothing left.
   const auto loop = std::make_shared<Loop>(count, threads, &task);
   for (int64_t helper = 1; helper < threads; ++helper)
-    pool.Schedule([loop, helper] { loop->work(static_cast<size_t>(helper)); });
+    invite(pool, std::make_unique<Invitation>(Invitation{loop, static_cast<size_t>(helper)}));
   loop->work(0);
   for (int spins = 0; loop->done.load(std::memory_order_acquire) < count; ++spins) {
     if (spins < kSpins) {
