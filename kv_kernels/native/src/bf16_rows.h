@@ -42,6 +42,16 @@ inline void transpose(__m512i* v) {
   }
 }
 
+// Number j is what `add` makes of all numbers of v[j], in the order of the reductions of one vector.
+template <class F>
+inline __m512i reduce_each(__m512i* v, F add) {
+  transpose(v);
+#pragma GCC unroll 4
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] = add(v[i], v[i + half]);
+  return v[0];
+}
+
 inline __m512 load_some(const float* from, int64_t count) {
   if (count >= 16) return _mm512_loadu_ps(from);
   return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << count) - 1), from);

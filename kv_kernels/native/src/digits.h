@@ -25,16 +25,6 @@ inline __m512i take_digit(__m512i* n) {
   return digit;
 }
 
-// Number j is what `add` makes of all numbers of v[j], in the order of the reductions of one vector.
-template <class F>
-inline __m512i reduce_each(__m512i* v, F add) {
-  transpose(v);
-#pragma GCC unroll 4
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] = add(v[i], v[i + half]);
-  return v[0];
-}
-
 // What makes integers of the numbers of up to sixteen blocks that follow each other in a row, with a highest digit below
 // 128, or 0; and what a lowest digit of one counts. Of more than one digit both are powers of two, so that numbers of few
 // bits stay what they are.

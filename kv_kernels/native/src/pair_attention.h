@@ -45,14 +45,77 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
   void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
   void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
 
+  // What softmax_rows does, in registers: a row of a block is four vectors, and numbers are summed across for sixteen rows
+  // at once. The weights go straight to `shares`, zeros for keys that are not seen.
   template <class A, class F>
-  void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t padded, A& ahead, F visible_to) const {
-    softmax_rows<Avx512Simd>(a, *this, sums, padded, ahead, visible_to, quick_exp);
-    for (int64_t row = 0; row < rows; ++row) {
-      float* weights = scores + row * kKeyBlock;
-      for (int64_t i = padded; i < (padded + kPairStep - 1) / kPairStep * kPairStep; ++i) weights[i] = 0;
-      narrow_row(weights, padded, shares + row * kKeyBlock / 2);
+  void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t, A& ahead, F visible_to) const {
+    const __m512 none = _mm512_set1_ps(kMinusInfinity);
+    for (int64_t first = 0; first < rows; first += 16) {
+      const int64_t count = rows - first < 16 ? rows - first : 16;
+      uint64_t seen[16];
+      __m512 across[16];
+      for (int64_t i = 0; i < count; ++i) {
+        ahead.ask(3);
+        float* of_row = scores + (first + i) * kKeyBlock;
+        seen[i] = keys_of(visible_to(first + i));
+        __m512 v[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) {
+          v[j] = _mm512_mask_loadu_ps(none, static_cast<__mmask16>(seen[i] >> 16 * j), of_row + 16 * j);
+          if (a.soft_cap > 0) {
+            v[j] = _mm512_mask_mov_ps(none, static_cast<__mmask16>(seen[i] >> 16 * j), capped<Avx512Simd>(v[j], a.soft_cap));
+            _mm512_storeu_ps(of_row + 16 * j, v[j]);
+          }
+        }
+        across[i] = _mm512_max_ps(_mm512_max_ps(v[0], v[1]), _mm512_max_ps(v[2], v[3]));
+      }
+      const auto larger = [](__m512 left, __m512 right) { return _mm512_max_ps(left, right); };
+      const __m512 before = _mm512_loadu_ps(sums.best + first);
+      const __m512 best = _mm512_max_ps(reduce_rows(across, count, larger), before);
+      const __m512 offset = _mm512_mask_mov_ps(best, _mm512_cmpeq_ps_mask(best, none), _mm512_setzero_ps());
+      const __m512 kept = quick_exp(_mm512_sub_ps(before, offset));
+      alignas(64) float offsets[16];
+      _mm512_store_ps(offsets, offset);
+      _mm512_storeu_ps(sums.best + first, best);
+      _mm512_storeu_ps(shrink + first, kept);
+      for (int64_t i = 0; i < count; ++i) {
+        ahead.ask(3);
+        const float* of_row = scores + (first + i) * kKeyBlock;
+        __m512 v[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) {
+          v[j] = _mm512_mask_loadu_ps(none, static_cast<__mmask16>(seen[i] >> 16 * j), of_row + 16 * j);
+          v[j] = quick_exp(_mm512_sub_ps(v[j], _mm512_set1_ps(offsets[i])));
+        }
+        float* to = shares + (first + i) * kKeyBlock / 2;
+        _mm512_storeu_si512(to, narrowed(v[0], v[1]));
+        _mm512_storeu_si512(to + 16, narrowed(v[2], v[3]));
+        across[i] = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(v[0], v[1]), v[2]), v[3]);
+      }
+      const auto sum = [](__m512 left, __m512 right) { return _mm512_add_ps(left, right); };
+      const __m512 total = _mm512_loadu_ps(sums.total + first);
+      _mm512_storeu_ps(sums.total + first, _mm512_fmadd_ps(total, kept, reduce_rows(across, count, sum)));
     }
+  }
+
+ private:
+  static constexpr int kVectors = kKeyBlock / 16;
+  static_assert(kVectors == 4);
+
+  // A bit for every key of a block that a row sees.
+  static uint64_t keys_of(Visible visible) {
+    const int64_t low = visible.low < 0 ? 0 : visible.low, high = visible.high;
+    return high <= low || low >= kKeyBlock ? 0 : ~uint64_t{0} >> (kKeyBlock - (high - low)) << low;
+  }
+
+  // Number i is what `combine` makes of all numbers of v[i], and anything behind the first `count`.
+  template <class F>
+  static __m512 reduce_rows(__m512* v, int64_t count, F combine) {
+    __m512i numbers[16];
+    for (int64_t i = 0; i < 16; ++i) numbers[i] = _mm512_castps_si512(v[i < count ? i : 0]);
+    return _mm512_castsi512_ps(reduce_each(numbers, [&](__m512i left, __m512i right) {
+      return _mm512_castps_si512(combine(_mm512_castsi512_ps(left), _mm512_castsi512_ps(right)));
+    }));
   }
 };
 
