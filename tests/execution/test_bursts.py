@@ -1,0 +1,118 @@
+"""Several decode steps in one program give what single steps give."""
+
+import numpy as np
+import pytest
+from engine_case import golden_model, make_engine
+
+from kv_execution import EngineConfig, SamplingParams
+from kv_execution.burst_pace import BurstPace
+from kv_execution.config import EngineConfigError
+from kv_execution.runtime import PagedRuntime
+
+PROMPTS = [np.arange(3, 3 + tokens) for tokens in (5, 40, 17)]
+ALWAYS = 1e9
+
+
+@pytest.fixture
+def bursts(monkeypatch):
+    """The steps of every burst that is made."""
+    steps, original = [], PagedRuntime._burst
+
+    def counted(self, plan):
+        steps.append(plan.steps)
+        return original(self, plan)
+
+    monkeypatch.setattr(PagedRuntime, "_burst", counted)
+    return steps
+
+
+def engine_of(name="llama", **settings):
+    return make_engine(golden_model(name), debug=True, **settings)
+
+
+@pytest.mark.parametrize("provider", ["native", "reference"])
+@pytest.mark.parametrize("tokens_per_page", [4, 16])
+def test_tokens_steps_and_kv_are_those_of_single_steps(provider, tokens_per_page, bursts):
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (30, 9, 20)]
+    settings = {"provider": provider, "tokens_per_page": tokens_per_page}
+    single, together = engine_of(**settings), engine_of(burst_s=ALWAYS, **settings)
+    expected = single.generate(PROMPTS, params)
+    assert bursts == []
+    results = together.generate(PROMPTS, params)
+    assert [result.tokens for result in results] == [result.tokens for result in expected]
+    assert max(bursts) == min(tokens_per_page, 8)
+    assert together.stats().steps == single.stats().steps
+    assert together.stats().decode_tokens == single.stats().decode_tokens
+    again = [
+        engine.generate([np.append(PROMPTS[1], expected[1].tokens)], params[:1])[0] for engine in (single, together)
+    ]
+    assert again[0] == again[1]
+    assert again[1].cached_tokens > len(PROMPTS[1]) - tokens_per_page, "pages that a burst filled are not found"
+
+
+def test_a_stop_within_a_burst_ends_that_request_alone(bursts):
+    plain = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = engine_of().generate(PROMPTS, plain)
+    stop = expected[0].tokens[10]
+    stopping = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
+    engine = engine_of(burst_s=ALWAYS)
+    results = engine.generate(PROMPTS, [stopping, plain, plain])
+    assert results[0].tokens == expected[0].tokens[: expected[0].tokens.index(stop) + 1]
+    assert results[0].finish_reason == "stop"
+    assert [result.tokens for result in results[1:]] == [result.tokens for result in expected[1:]]
+    assert engine.stats().pages_in_use == 0
+    assert bursts
+
+
+def test_where_a_row_samples_at_random_steps_are_single(bursts):
+    engine = engine_of(burst_s=ALWAYS)
+    hot = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=1)
+    engine.generate(PROMPTS[:2], [hot, SamplingParams(max_tokens=12, ignore_eos=True)])
+    assert bursts == []
+
+
+def test_one_that_comes_meanwhile_gets_in_and_gets_what_it_gets_alone(bursts):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = engine_of().generate(PROMPTS[:2], params)
+    batcher = engine_of(burst_s=ALWAYS).batcher()
+    tokens = {batcher.submit(PROMPTS[0], params): []}
+    while len(bursts) < 2:
+        for output in batcher.step():
+            tokens[output.request_id].append(output.token)
+    tokens[batcher.submit(PROMPTS[1], params)] = []
+    while batcher.has_unfinished:
+        for output in batcher.step():
+            tokens[output.request_id].append(output.token)
+    assert [tuple(each) for each in tokens.values()] == [result.tokens for result in expected]
+
+
+def test_after_warm_up_bursts_trace_nothing(bursts):
+    engine = engine_of(burst_s=ALWAYS, max_requests=2, max_step_tokens=16)
+    shapes = engine.warmup_paged()
+    traces = engine.stats().traces
+    decodes = sum(shape.tokens == shape.rows for shape in shapes)
+    assert traces == len(shapes) + decodes + 3 * len({shape.rows for shape in shapes})
+    engine.generate(PROMPTS[:2], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert bursts
+    assert engine.stats().traces == traces
+
+
+def test_the_pace_follows_how_long_steps_take():
+    now = 0.0
+    pace = BurstPace(0.05, lambda: now)
+    assert pace.steps(8) == 1  # nothing was timed
+    pace.collected(1)
+    assert pace.steps(8) == 1
+    for taken, made, allowed in ((0.001, 1, 8), (0.08, 8, 5), (0.4, 1, 1), (3600.0, 8, 1), (0.02, 1, 2)):
+        now += taken
+        pace.collected(made)
+        assert pace.steps(8) == allowed
+    never = BurstPace(0.0, lambda: now)
+    never.collected(1)
+    assert never.steps(8) == 1
+
+
+@pytest.mark.parametrize("seconds", [-1, True, "x", float("nan"), float("inf")])
+def test_a_burst_of_no_length_is_refused(seconds):
+    with pytest.raises(EngineConfigError, match="give seconds, 0 or more"):
+        EngineConfig(burst_s=seconds)
