@@ -53,7 +53,7 @@ def test_tokens_steps_and_kv_are_those_of_single_steps(provider, tokens_per_page
 def test_a_stop_within_a_burst_ends_that_request_alone(bursts):
     plain = SamplingParams(max_tokens=24, ignore_eos=True)
     expected = engine_of().generate(PROMPTS, plain)
-    stop = expected[0].tokens[10]
+    stop = expected[0].tokens[7]
     stopping = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
     engine = engine_of(burst_s=ALWAYS)
     results = engine.generate(PROMPTS, [stopping, plain, plain])
@@ -62,6 +62,12 @@ def test_a_stop_within_a_burst_ends_that_request_alone(bursts):
     assert [result.tokens for result in results[1:]] == [result.tokens for result in expected[1:]]
     assert engine.stats().pages_in_use == 0
     assert bursts
+    batcher = engine_of(burst_s=ALWAYS).batcher()
+    batcher.submit(PROMPTS[0], stopping)
+    given = []
+    while batcher.has_unfinished:
+        given += [output.token for output in batcher.step()]
+    assert tuple(given) == results[0].tokens, "something came after the stop"
 
 
 def test_where_a_row_samples_at_random_steps_are_single(bursts):
