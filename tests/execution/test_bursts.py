@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from engine_case import golden_model, make_engine
 
+from benchmarks.random_llama import write_random_llama
 from kv_execution import EngineConfig, SamplingParams
 from kv_execution.burst_pace import BurstPace
 from kv_execution.config import EngineConfigError
 from kv_execution.runtime import PagedRuntime
+from models import load_model
 
 PROMPTS = [np.arange(3, 3 + tokens) for tokens in (5, 40, 17)]
 ALWAYS = 1e9
@@ -48,6 +50,27 @@ def test_tokens_steps_and_kv_are_those_of_single_steps(provider, tokens_per_page
     ]
     assert again[0] == again[1]
     assert again[1].cached_tokens > len(PROMPTS[1]) - tokens_per_page, "pages that a burst filled are not found"
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "gemma2", "gemma3", "mixtral", "qwen3_moe", "qwen3", "olmo2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_families_decode_in_bursts_as_in_single_steps(name, dtype, bursts):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)  # past the windows
+    model = golden_model(name, dtype)
+    expected = make_engine(model, debug=True).generate(PROMPTS, params)
+    results = make_engine(model, debug=True, burst_s=ALWAYS).generate(PROMPTS, params)
+    assert [result.tokens for result in results] == [result.tokens for result in expected]
+    assert max(bursts) == 8
+
+
+def test_two_devices_decode_in_bursts_as_one_does(tmp_path, bursts):
+    write_random_llama(tmp_path, layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = make_engine(load_model(tmp_path)).generate(PROMPTS, params)
+    model = load_model(tmp_path, tensor_parallel=2)
+    engine = make_engine(model, tensor_parallel=2, debug=True, burst_s=ALWAYS)
+    assert [result.tokens for result in engine.generate(PROMPTS, params)] == [each.tokens for each in expected]
+    assert max(bursts) == 8
 
 
 def test_a_stop_within_a_burst_ends_that_request_alone(bursts):
