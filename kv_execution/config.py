@@ -1,6 +1,6 @@
 """How an engine is set up: checked once here, then handed down in parts."""
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -89,7 +89,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise EngineConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
         burst_s: object = self.burst_s
-        if isinstance(burst_s, bool) or not isinstance(burst_s, (int, float)) or not 0 <= burst_s < math.inf:
+        if isinstance(burst_s, bool) or not isinstance(burst_s, (int, float)) or not 0 <= burst_s <= sys.float_info.max:
             raise EngineConfigError(f"burst_s is {self.burst_s!r}; give seconds, 0 or more")
         if self.max_step_tokens < self.max_requests:
             raise EngineConfigError(
