@@ -149,7 +149,7 @@ class Scheduler:
         steps = 1 if len(self._waiting) else burst_steps(self.residency, rows[want > 0], most_steps)
         if steps > 1:
             rows = rows[want > 0]
-            return self._plan(rows, np.full(rows.size, steps), (), (), steps=steps)
+            return self._plan(rows, np.full(rows.size, steps), steps=steps)
         fitted = self._fit_pages(Granted(rows, self._within_budget(want)), preempted, may_preempt)
         if fitted is None:
             return None
@@ -163,14 +163,15 @@ class Scheduler:
             return None
         rows, tokens = fitted.rows[active], fitted.tokens[active]
         single_first = np.argsort(tokens > 1, kind="stable")
-        return self._plan(rows[single_first], tokens[single_first], admitted, tuple(preempted))
+        plan = self._plan(rows[single_first], tokens[single_first])
+        return plan._replace(admitted=admitted, preempted=tuple(preempted))
 
     def schedule_held(self, rows: Int64Array) -> StepPlan:
         """The next step of the held `rows` [n], all of which have work. Raises OutOfPagesError, with nothing
         changed.
         """
         granted = self.next_held(rows)
-        return self._plan(granted.rows, granted.tokens, (), ())
+        return self._plan(granted.rows, granted.tokens)
 
     def next_held(self, rows: Int64Array) -> Granted:
         """Those of the held `rows` [n] that the next step of them computes, and how many tokens of each."""
@@ -273,15 +274,7 @@ class Scheduler:
         self._waiting.push(request)
         return request.request_id
 
-    def _plan(
-        self,
-        rows: Int64Array,
-        tokens: Int64Array,
-        admitted: tuple[int, ...],
-        preempted: tuple[int, ...],
-        *,
-        steps: int = 1,
-    ) -> StepPlan:
+    def _plan(self, rows: Int64Array, tokens: Int64Array, steps: int = 1) -> StepPlan:
         running = self.running
         pages = self.residency.advance(rows, tokens)
         self.residency.publish(rows)
@@ -301,7 +294,7 @@ class Scheduler:
             scrub_pages=pages.scrub_pages,
             copy_sources=pages.copy_sources,
             copy_targets=pages.copy_targets,
-            admitted=admitted,
-            preempted=preempted,
+            admitted=(),
+            preempted=(),
             steps=steps,
         )

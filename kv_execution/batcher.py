@@ -70,7 +70,6 @@ class Batcher:
         request_ids: "itertools.count[int]",
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
-        burst_s: float,
     ) -> None:
         self._runtime = runtime
         self._spec = spec
@@ -81,7 +80,7 @@ class Batcher:
         self._draw_seed = draw_seed
         self._prompts: dict[int, tuple[NDArray[np.int32], str, AdapterChoice]] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._pace = BurstPace(burst_s if runtime.bursts else 0.0, clock)
+        self._pace = BurstPace(runtime.burst_s, clock)
         self._in_flight: DispatchedStep | None = None
         self._undelivered: list[TokenOutput] = []
 
@@ -137,7 +136,7 @@ class Batcher:
         return self._queue(prompt, params, priority, deadline_s, salt, True, request_id, choice, constraint)
 
     def step(self) -> list[TokenOutput]:
-        """Start the next step and return the tokens of the one before it, which may be none.
+        """Start the next step and return the tokens of the one before it, which may be none, or some a request.
 
         Raises OutOfPagesError where requests wait for pages that only `release` of held handles can free.
         """

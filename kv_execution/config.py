@@ -27,7 +27,7 @@ class EngineConfig:
         max_waiting: requests that may wait; None for any number.
         burst_s: where every request only decodes, and each asks for the most likely token, make steps for about so many
             seconds, and at most 8, before the host hears of their tokens: they come in bursts, and new requests wait as
-            much longer. 0 for single steps.
+            much longer. 0 for single steps; so are those of GPU kernels, and of several processes.
         int8_activations: round activations to 8 bits, 32 with one scale, where weights of 4 bits meet them, or of 8 in
             blocks of 32 (Q8_0), as other engines do by default: less exact, and faster on CPUs with AVX-512 VNNI and
             BF16 that have no matrix tiles. Refused on others.

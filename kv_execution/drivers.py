@@ -30,12 +30,11 @@ def drivers_of(
     *,
     clock: Callable[[], float],
     draw_seed: Callable[[], int],
-    burst_s: float,
 ) -> Drivers:
     """Those of a new runtime."""
     prompt_programs = PromptPrograms(runtime)
     return Drivers(
-        Batcher(runtime, spec, namespace_of, adapters, request_ids, clock=clock, draw_seed=draw_seed, burst_s=burst_s),
+        Batcher(runtime, spec, namespace_of, adapters, request_ids, clock=clock, draw_seed=draw_seed),
         HeldRequests(runtime, spec, request_ids, prompt_programs, draw_seed=draw_seed),
         Embedder(runtime, spec, request_ids, prompt_programs),
     )

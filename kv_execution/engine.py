@@ -112,19 +112,14 @@ class PagedEngine:
             self.model.spec.vocab_size,
             mesh=self.model.tensor_mesh,
             has_adapters=config.max_adapters > 0,
-            bursts=config.burst_s > 0,
+            burst_s=config.burst_s,
             debug=config.debug,
         )
         self._namespace = namespace_of(self.model, layout, prefix_cache=config.prefix_cache)
         self._drivers = drivers_of(
-            self._runtime,
-            self.model.spec,
-            self.adapters,
-            self._namespace_of,
-            self._request_ids,
+            *(self._runtime, self.model.spec, self.adapters, self._namespace_of, self._request_ids),
             clock=self._clock,
             draw_seed=self._draw_seed,
-            burst_s=config.burst_s,
         )
         logger.info(allocation_line(layout, self._planned.chosen.provider.name))
         return self.describe()

@@ -90,9 +90,7 @@ class HeldRequests:
     def generate(self) -> dict[RequestHandle, TokenOutput]:
         """One more token for every request that has not finished. Raises OutOfPagesError, with nothing changed."""
         going = [
-            handle
-            for request_id, handle in self._held.items()
-            if self._runtime.requests[request_id].outputs[-1].finish_reason is None
+            handle for request_id, handle in self._held.items() if not self._runtime.requests[request_id].has_ended
         ]
         if not going:
             return {}

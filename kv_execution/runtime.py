@@ -29,7 +29,7 @@ from kv_execution.sampling import GreedyInputs, Sampled, SamplingInputs, StepSam
 from kv_execution.sampling_table import SamplingTable
 from kv_execution.step import StepPrograms
 from kv_execution.step_inputs import StepInputs
-from kv_execution.step_values import MAX_BURST_STEPS, BurstInputs, DeviceState, GreedyResult
+from kv_execution.step_values import MAX_BURST_STEPS, BurstInputs, DeviceState, ForwardInputs, GreedyResult
 from kv_kernels.adapters import NO_ADAPTER
 from kv_kernels.peers import together
 from kv_kernels.provider import KernelProvider
@@ -64,7 +64,7 @@ class PagedRuntime:
         *,
         mesh: TensorMesh | None,
         has_adapters: bool,
-        bursts: bool,
+        burst_s: float,
         debug: bool,
     ) -> None:
         self.layout = scheduler.layout
@@ -83,7 +83,8 @@ class PagedRuntime:
             provider, self.layout, buckets.max_rows, self._adapter_slots if has_adapters else None
         )
         # Processes would have to agree on how long a burst is.
-        self.bursts = bursts and self._num_processes == 1 and self._inputs.can_burst(buckets.shape_for(1, 1, 1))
+        can_burst = self._num_processes == 1 and burst_s > 0 and self._inputs.can_burst(buckets.shape_for(1, 1, 1))
+        self.burst_s = burst_s if can_burst else 0.0
         self._ran: set[tuple[object, ...]] = set()
         connect(mesh)
         with reporting_cache_faults():
@@ -143,7 +144,7 @@ class PagedRuntime:
                 for kind in samplers:
                     sampling = self._table.padding(shape.rows, kind)
                     compile_sampler(self.programs, self.params, hidden, self.state.sampler, sampling)
-                if self.bursts and GreedyInputs in samplers and shape.tokens == shape.rows:
+                if self.burst_s and GreedyInputs in samplers and shape.tokens == shape.rows:
                     burst = self._inputs.burst_of(None, shape)
                     self.programs.burst.lower(self.params, self.state, burst).compile()
         if self._debug:
@@ -166,7 +167,7 @@ class PagedRuntime:
     def most_burst_steps(self) -> int:
         """How many steps the running requests may make in a row without the host."""
         rows = np.flatnonzero(self.scheduler.residency.request_map.live & ~self.scheduler.running.held)
-        return MAX_BURST_STEPS if self.bursts and self._table.are_plain(rows) else 1
+        return MAX_BURST_STEPS if self.burst_s and self._table.are_plain(rows) else 1
 
     def dispatch(self, plan: StepPlan) -> DispatchedStep:
         """Start a step, or a burst of them, on the device; returns at once where the backend runs asynchronously."""
@@ -180,12 +181,8 @@ class PagedRuntime:
         """Start the network of a step, for `choose` to go on from: hidden states [rows, hidden] on the device."""
         for row in plan.admitted:
             self.begin(row, self.requests[int(self.scheduler.running.request_id[row])])
-        shape = self.shape_of(plan)
-        self._check(plan)
-        with self._reporting_first(shape, None):
+        with self._network(plan, ForwardInputs) as shape:
             self.state, hidden = self.programs.forward(self.params, self.state, self._inputs.of(plan, shape))
-        self._poison_freed()
-        self.counters.add(plan, shape, self.scheduler.residency.allocator.live_pages)
         return hidden
 
     def choose(self, plan: StepPlan, hidden: jax.Array) -> DispatchedStep:
@@ -238,13 +235,19 @@ class PagedRuntime:
         return reporting_cache_faults() if first else contextlib.nullcontext()
 
     def _burst(self, plan: StepPlan) -> DispatchedStep:
+        with self._network(plan, BurstInputs) as shape:
+            self.state, token = self.programs.burst(self.params, self.state, self._inputs.burst_of(plan, shape))
+        return DispatchedStep(plan, token, None)
+
+    @contextlib.contextmanager
+    def _network(self, plan: StepPlan, inputs: type) -> Iterator[StepShape]:
+        """Around the call that starts the network of `plan`, of the program that takes such inputs."""
         shape = self.shape_of(plan)
         self._check(plan)
-        with self._reporting_first(shape, BurstInputs):
-            self.state, token = self.programs.burst(self.params, self.state, self._inputs.burst_of(plan, shape))
+        with self._reporting_first(shape, inputs):
+            yield shape
         self._poison_freed()
         self.counters.add(plan, shape, self.scheduler.residency.allocator.live_pages)
-        return DispatchedStep(plan, token, None)
 
     def _accept(self, request: Request, token: int, sampled: Sampled | None, index: int) -> TokenOutput:
         if sampled is None or not request.params.logprobs:

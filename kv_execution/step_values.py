@@ -9,7 +9,7 @@ from kv_execution.sampling import Sampled
 from kv_kernels.provider import PoolPair
 
 MAX_BURST_STEPS = 8
-"""By then the host's work of a step, shared by so many, is a few hundredths of even a small model's."""
+"""The host works about as long for a burst as for a step, which so many share."""
 
 
 class DeviceState(NamedTuple):

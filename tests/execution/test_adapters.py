@@ -80,14 +80,6 @@ def test_a_batch_of_two_adapters_and_none_gives_each_what_it_gets_alone(provider
     assert len({engine.generate([prompts[0]], GREEDY, adapters=name)[0].tokens for name in (None, "all", "few")}) == 3
 
 
-def test_adapters_decode_in_bursts_as_in_single_steps(prompts, adapters):
-    names = ["all", None, "few"]
-    single, bursts = adapted_engine(adapters), adapted_engine(adapters, burst_s=1e9)
-    expected = single.generate(prompts[:3], GREEDY, adapters=names)
-    results = bursts.generate(prompts[:3], GREEDY, adapters=names)
-    assert [result.tokens for result in results] == [result.tokens for result in expected]
-
-
 def test_requests_share_pages_only_with_the_same_adapter_whatever_its_name(prompts, adapters, tmp_path):
     copy = write_adapter(tmp_path / "copy", GOLDEN / "llama", LINEAR, seed=1, task_type=None)
     engine = adapted_engine(adapters | {"the same": copy}, provider="native")

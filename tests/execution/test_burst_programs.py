@@ -17,19 +17,6 @@ from models.quantized_copy import quantize_checkpoint
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
 
 
-@pytest.fixture
-def dispatched(monkeypatch):
-    """The steps of every program that is started."""
-    steps, original = [], PagedRuntime.dispatch
-
-    def counted(self, plan):
-        steps.append(plan.steps)
-        return original(self, plan)
-
-    monkeypatch.setattr(PagedRuntime, "dispatch", counted)
-    return steps
-
-
 @pytest.mark.parametrize("max_requests", [1, 3, 6])
 def test_a_random_trace_with_bursts_traces_and_compiles_nothing_after_warm_up(max_requests, dispatched):
     settings = {"max_step_tokens": 24, "max_context": 512, "pages": 34, "debug": True}

@@ -1,4 +1,4 @@
-"""Bursts beside prompts, samplers, constraints, preemptions, aborts, adapters and damage: as single steps."""
+"""Bursts beside prompts, samplers, constraints, preemptions, aborts and damage: as single steps."""
 
 import numpy as np
 import pytest
@@ -6,25 +6,11 @@ from engine_case import GOLDEN, golden_model, make_engine
 from safetensors.numpy import load_file, save_file
 
 from kv_execution import SamplingParams
-from kv_execution.runtime import PagedRuntime
 from models import load_model
 
 COMMON = np.arange(100, 140)
 PROMPTS = [np.append(COMMON, np.arange(3, 3 + tokens)) for tokens in (5, 20, 1)]
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
-
-
-@pytest.fixture
-def dispatched(monkeypatch):
-    """The steps of every program that is started."""
-    steps, original = [], PagedRuntime.dispatch
-
-    def counted(self, plan):
-        steps.append(plan.steps)
-        return original(self, plan)
-
-    monkeypatch.setattr(PagedRuntime, "dispatch", counted)
-    return steps
 
 
 def engine_of(*, bursts: bool, model=None, debug=True, **settings):

@@ -45,8 +45,7 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
   void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
   void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
 
-  // What softmax_rows does, in registers: a row of a block is four vectors, and numbers are summed across for sixteen rows
-  // at once. The weights go straight to `shares`, zeros for keys that are not seen.
+  // What softmax_rows does, in registers: a row of a block is four vectors, and sixteen rows are summed across at once. The weights go straight to `shares`, zeros for keys that are not seen.
   template <class A, class F>
   void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t, A& ahead, F visible_to) const {
     const __m512 none = _mm512_set1_ps(kMinusInfinity);
@@ -61,9 +60,10 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
         __m512 v[kVectors];
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) {
-          v[j] = _mm512_mask_loadu_ps(none, static_cast<__mmask16>(seen[i] >> 16 * j), of_row + 16 * j);
+          const auto some = static_cast<__mmask16>(seen[i] >> 16 * j);
+          v[j] = _mm512_mask_loadu_ps(none, some, of_row + 16 * j);
           if (a.soft_cap > 0) {
-            v[j] = _mm512_mask_mov_ps(none, static_cast<__mmask16>(seen[i] >> 16 * j), capped<Avx512Simd>(v[j], a.soft_cap));
+            v[j] = _mm512_mask_mov_ps(none, some, capped<Avx512Simd>(v[j], a.soft_cap));
             _mm512_storeu_ps(of_row + 16 * j, v[j]);
           }
         }

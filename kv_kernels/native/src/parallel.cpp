@@ -58,8 +58,8 @@ struct Invitation {
   size_t thread;
 };
 
-// Where a thread that has helped waits for the next loop. The pool takes some microseconds to wake one, as long as a small
-// loop takes, and a step has hundreds of loops.
+// Where a thread that has helped waits for the next loop. The pool takes some microseconds to wake one, and a step has
+// hundreds of loops.
 class alignas(64) Seat {
  public:
   // The next invitation; null where none comes for a while.
@@ -83,7 +83,8 @@ class alignas(64) Seat {
   bool invite(std::unique_ptr<Invitation>& invitation) {
     Invitation* expected = &waiting;
     if (offer_.load(std::memory_order_relaxed) != expected ||
-        !offer_.compare_exchange_strong(expected, invitation.get(), std::memory_order_release, std::memory_order_relaxed)) {
+        !offer_.compare_exchange_strong(expected, invitation.get(), std::memory_order_release,
+                                        std::memory_order_relaxed)) {
       return false;
     }
     invitation.release();
