@@ -79,9 +79,8 @@ static inline void write_results(const Attention& a, const QueryTile& tile, int6
   const int64_t group = a.heads / a.kv_heads;
   for (int64_t row = 0; row < sums.rows; ++row) {
     float* acc = sums.acc + row * sums.stride;
-    const float total = sums.total[row] == 0 ? 1.0f : sums.total[row];
-    for (int64_t d = 0; d < sums.stride; d += S::kWidth)
-      S::store(acc + d, S::div(S::load(acc + d), S::broadcast(total)));
+    const typename S::V share = S::broadcast(sums.total[row] == 0 ? 1.0f : 1.0f / sums.total[row]);
+    for (int64_t d = 0; d < sums.stride; d += S::kWidth) S::store(acc + d, S::mul(S::load(acc + d), share));
     const int64_t token = tile.token(row / group), head = kv_head * group + row % group;
     narrow<S>(acc, a.head_dim, a.q_type, a.out, (token * a.heads + head) * a.head_dim);
   }
@@ -98,8 +97,9 @@ template <class Block>
 static void attend(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys next, float* memory) {
   typename Block::Ahead ahead(a, tile, heads, next);
   const Heads<Block> all(a, tile, heads, ahead, memory);
-  all.each([](int64_t, const Block& block) { block.sums(block.all).clear(); });
-  for (int64_t split = tile.oldest_key(a.window) / kSplitKeys; split * kSplitKeys < tile.end_key(); ++split) {
+  int64_t split = tile.oldest_key(a.window) / kSplitKeys;
+  all.attend_split(split, [](int64_t, const Block& block) { return block.sums(block.all); });
+  while (++split * kSplitKeys < tile.end_key()) {
     all.attend_split(split, [](int64_t, const Block& block) { return block.sums(block.split); });
     all.each([](int64_t, const Block& block) { block.sums(block.all).merge(block.sums(block.split)); });
   }
@@ -123,11 +123,12 @@ static void merge_splits(const Attention& a, const QueryTile& tile, int64_t kv_h
                          const SplitPlace* first, const SplitPlace* last, float* memory) {
   const SoftmaxScratch<S> s(a, tile.tokens, memory);
   const SoftmaxSums<S> all = s.sums(s.all);
-  all.clear();
-  for (const SplitPlace* place = first; place < last; ++place) {
-    float* of_head = const_cast<float*>(sums) + place->sums + kv_head * place->head_floats;
-    all.merge(SoftmaxSums<S>(place->rows, s.stride, of_head).from(place->first_row));
-  }
+  const auto of = [&](const SplitPlace& place) {
+    float* of_head = const_cast<float*>(sums) + place.sums + kv_head * place.head_floats;
+    return SoftmaxSums<S>(place.rows, s.stride, of_head).from(place.first_row);
+  };
+  all.copy(of(*first));
+  for (const SplitPlace* place = first + 1; place < last; ++place) all.merge(of(*place));
   write_results<S>(a, tile, kv_head, all);
 }
 

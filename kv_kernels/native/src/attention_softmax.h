@@ -35,21 +35,35 @@ struct SoftmaxSums {
     for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
   }
 
-  // The sums over these keys and those of `more`.
+  // The sums of the first of the rows of `from`, which has whole vectors of rows as well.
+  void copy(const SoftmaxSums& from) const {
+    for (int64_t row = 0; row < rows; row += S::kWidth) {
+      S::store(best + row, S::load(from.best + row));
+      S::store(total + row, S::load(from.total + row));
+    }
+    for (int64_t i = 0; i < rows * stride; i += S::kWidth) S::store(acc + i, S::load(from.acc + i));
+  }
+
+  // The sums over these keys and those of `more`, which has whole vectors of rows as well.
   void merge(const SoftmaxSums& more) const {
-    alignas(64) float factors[2][S::kWidth];
-    for (int64_t row = 0; row < rows; ++row) {
-      const float highest = more.best[row] > best[row] ? more.best[row] : best[row];
-      const auto offset = S::broadcast(highest == kMinusInfinity ? 0.0f : highest);
-      const auto mine = exp_nonpositive<S>(S::sub(S::broadcast(best[row]), offset));
-      const auto theirs = exp_nonpositive<S>(S::sub(S::broadcast(more.best[row]), offset));
-      S::store(factors[0], mine);
-      S::store(factors[1], theirs);
-      best[row] = highest;
-      total[row] = total[row] * factors[0][0] + more.total[row] * factors[1][0];
-      for (int64_t d = 0; d < stride; d += S::kWidth) {
-        float* to = acc + row * stride + d;
-        S::store(to, S::fma(S::load(more.acc + row * stride + d), theirs, S::mul(S::load(to), mine)));
+    using V = typename S::V;
+    alignas(64) float mine[S::kWidth], theirs[S::kWidth];
+    for (int64_t first = 0; first < rows; first += S::kWidth) {
+      const V best_before = S::load(best + first), best_of_more = S::load(more.best + first);
+      const V highest = S::max(best_before, best_of_more);
+      // Where neither has seen a key both count nothing.
+      const V offset = S::max(highest, S::broadcast(-__FLT_MAX__));
+      S::store(mine, exp_nonpositive<S>(S::sub(best_before, offset)));
+      S::store(theirs, exp_nonpositive<S>(S::sub(best_of_more, offset)));
+      S::store(best + first, highest);
+      const V added = S::mul(S::load(more.total + first), S::load(theirs));
+      S::store(total + first, S::fma(S::load(total + first), S::load(mine), added));
+      for (int64_t row = first; row < rows && row < first + S::kWidth; ++row) {
+        const V keep = S::broadcast(mine[row - first]), add = S::broadcast(theirs[row - first]);
+        for (int64_t d = 0; d < stride; d += S::kWidth) {
+          float* to = acc + row * stride + d;
+          S::store(to, S::fma(S::load(more.acc + row * stride + d), add, S::mul(S::load(to), keep)));
+        }
       }
     }
   }

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels.h"
+#include "attention_softmax.h"
 
 namespace jaxkv {
 namespace {
@@ -18,40 +18,41 @@ class KeyRows {
 
   // The block at `first` is read now.
   void reading(int64_t first) {
-    const int64_t oldest = tile_.oldest_key(a_.window);
-    unseen_ = oldest > first ? oldest - first : 0;
-    const int64_t following = first + kKeyBlock;
-    fill(tile_, first, end_, now_);
-    if (following < end_) {
-      fill(tile_, following, end_, next_);
-    } else if (after_.tile != nullptr) {
-      fill(*after_.tile, after_.first / kKeyBlock * kKeyBlock, after_.tile->end_key(), next_);
-    } else {
-      for (int64_t i = 0; i < kKeyBlock; ++i) next_[i] = now_[i];
-    }
+    const int64_t oldest = tile_.oldest_key(a_.window), begin = first > oldest ? first : oldest;
+    const int64_t stop = first + kKeyBlock < end_ ? first + kKeyBlock : end_;
+    unseen_ = begin - first;
+    int64_t* row = fill(tile_, begin, stop, now_ + unseen_);
+    for (int64_t i = 0; i < unseen_; ++i) now_[i] = now_[unseen_];
+    for (; row < now_ + kKeyBlock; ++row) *row = row[-1];
+    // Those that come a block's length later, of this task or the next one: as many as this block has, or a short one
+    // would wait for a whole one.
+    for (int64_t i = 0; i < kKeyBlock; ++i) next_[i] = now_[i];
+    int64_t* later = next_ + unseen_;
+    const int64_t own = begin + kKeyBlock < end_ ? begin + kKeyBlock : end_;
+    const int64_t own_stop = stop + kKeyBlock < end_ ? stop + kKeyBlock : end_;
+    later = fill(tile_, own, own_stop, later);
+    if (after_.tile == nullptr) return;
+    const int64_t behind = begin + kKeyBlock - end_, end = after_.tile->end_key();  // of the next task's keys
+    const int64_t from = after_.first + (behind > 0 ? behind : 0), to = from + (stop - first) - (later - next_);
+    if (from < end) fill(*after_.tile, from, to < end ? to : end, later);
   }
 
   const int64_t* now() const { return now_; }
   int64_t unseen() const { return unseen_; }  // keys of the block before the oldest that the token sees
-  // Those of the block that comes next, or the same ones again.
+  // For every key one that is read later, or the same one again.
   const int64_t* next() const { return next_; }
 
   // Whoever uses a key asks for one of the next.
   void ask(int64_t) {}
 
  private:
-  void fill(const QueryTile& tile, int64_t first, int64_t end, int64_t* rows) const {
-    const int64_t oldest = tile.oldest_key(a_.window), begin = first > oldest ? first : oldest;
-    const int64_t stop = first + kKeyBlock < end ? first + kKeyBlock : end, row = a_.kv_heads * a_.head_dim;
-    for (int64_t key = begin; key < stop;) {
-      const int64_t offset = key % a_.tokens_per_page, left = a_.tokens_per_page - offset;
-      const int64_t page = tile.pages[key / a_.tokens_per_page] + a_.first_page;
-      int64_t at = (page * a_.tokens_per_page + offset) * row;
-      const int64_t last = left < stop - key ? key + left : stop;
-      for (; key < last; ++key, at += row) rows[key - first] = at;
-    }
-    for (int64_t i = 0; i < begin - first; ++i) rows[i] = rows[begin - first];
-    for (int64_t i = stop - first; i < kKeyBlock; ++i) rows[i] = rows[stop - 1 - first];
+  // The rows of keys [begin, end) of a tile; where the next ones belong.
+  int64_t* fill(const QueryTile& tile, int64_t begin, int64_t end, int64_t* rows) const {
+    const int64_t row = a_.kv_heads * a_.head_dim;
+    for_pages(a_, tile, begin, end, [&](int64_t slot, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) *rows++ = (slot + i) * row;
+    });
+    return rows;
   }
 
   const Attention& a_;

@@ -12,8 +12,7 @@ namespace {
 
 class KeysAhead {
  public:
-  // The keys of a task, up to `stop_key`, and behind them those that come after. Only lone tokens wait for keys: many find
-  // a block in a cache when they are done with the last.
+  // The keys of a task, up to `stop_key`, and behind them those that come after.
   KeysAhead(const Attention& a, const QueryTile& tile, HeadRange heads, NextKeys after, int64_t stop_key = INT64_MAX)
       : a_(a),
         tile_(&tile),
@@ -31,7 +30,6 @@ class KeysAhead {
 
   // The block at `first` is read now: `ask` is for the next ones.
   void reading(int64_t first) {
-    if (tile_->tokens > 1) return;
     limit_ = first + (1 + kBlocks) * kKeyBlock;
     if (next_ < first + kKeyBlock) go_to(first + kKeyBlock);
   }

@@ -42,9 +42,6 @@ struct LoneBlock : PairSoftmax {
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) _mm512_storeu_ps(scores + row * kKeyBlock + begin, sums[row]);
     }
-    // The next block may have more keys than this one.
-    for (int64_t i = padded; i < kKeyBlock; ++i)
-      for (int64_t d = 0; d < a.head_dim; d += kPairStep) __builtin_prefetch(keys + ahead.next()[i] + d, 0, 3);
   }
   void weigh(const Attention& a, int64_t kv_head, int64_t count, const SoftmaxSums<Avx512Simd>& sums,
              KeyRows& ahead) const {
@@ -100,9 +97,6 @@ struct LoneBlock : PairSoftmax {
     if (unseen % 2 == 1) add_pair(pair, 0, 2 * pair + 1 < count ? kAll : 0), ++pair;
     for (; pair < count / 2; ++pair) add_pair(pair, kAll, kAll);
     if (2 * pair < count) add_pair(pair, kAll, 0);
-    // The next block may have more keys than this one.
-    for (int64_t i = (count + 1) / 2 * 2; i < kKeyBlock; ++i)
-      for (int step = 0; step < kSteps; ++step) __builtin_prefetch(values + next[i] + step * kPairStep, 0, 3);
     const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
     const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
 #pragma GCC unroll 8
