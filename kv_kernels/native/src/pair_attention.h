@@ -45,9 +45,25 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
   void begin_split(const SoftmaxSums<Avx512Simd>& sums) const { sums.clear(); }
   void finish_split(const SoftmaxSums<Avx512Simd>&) const {}
 
-  // What softmax_rows does, in registers: a row of a block is four vectors, and sixteen rows are summed across at once. The weights go straight to `shares`, zeros for keys that are not seen.
+  // What softmax_rows does, in registers: a row of a block is four vectors, and sixteen rows are summed across at once. The
+  // weights go straight to `shares`, zeros for keys that are not seen.
   template <class A, class F>
   void soften(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, int64_t, A& ahead, F visible_to) const {
+    // The first row is the one that sees least, unless there is a window.
+    if (a.window <= 0 && keys_of(visible_to(0)) == kAllKeys) {
+      soften_seen<true>(a, sums, ahead, visible_to);
+    } else {
+      soften_seen<false>(a, sums, ahead, visible_to);
+    }
+  }
+
+ private:
+  static constexpr int kVectors = kKeyBlock / 16;
+  static constexpr uint64_t kAllKeys = ~uint64_t{0};
+  static_assert(kVectors == 4 && kKeyBlock == 64);
+
+  template <bool kAll, class A, class F>
+  void soften_seen(const Attention& a, const SoftmaxSums<Avx512Simd>& sums, A& ahead, F visible_to) const {
     const __m512 none = _mm512_set1_ps(kMinusInfinity);
     for (int64_t first = 0; first < rows; first += 16) {
       const int64_t count = rows - first < 16 ? rows - first : 16;
@@ -56,11 +72,11 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
       for (int64_t i = 0; i < count; ++i) {
         ahead.ask(3);
         float* of_row = scores + (first + i) * kKeyBlock;
-        seen[i] = keys_of(visible_to(first + i));
+        seen[i] = kAll ? kAllKeys : keys_of(visible_to(first + i));
         __m512 v[kVectors];
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) {
-          const auto some = static_cast<__mmask16>(seen[i] >> 16 * j);
+          const auto some = static_cast<__mmask16>(kAll ? kAllKeys : seen[i] >> 16 * j);
           v[j] = _mm512_mask_loadu_ps(none, some, of_row + 16 * j);
           if (a.soft_cap > 0) {
             v[j] = _mm512_mask_mov_ps(none, some, capped<Avx512Simd>(v[j], a.soft_cap));
@@ -84,7 +100,8 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
         __m512 v[kVectors];
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) {
-          v[j] = _mm512_mask_loadu_ps(none, static_cast<__mmask16>(seen[i] >> 16 * j), of_row + 16 * j);
+          const auto some = static_cast<__mmask16>(kAll ? kAllKeys : seen[i] >> 16 * j);
+          v[j] = _mm512_mask_loadu_ps(none, some, of_row + 16 * j);
           v[j] = quick_exp(_mm512_sub_ps(v[j], _mm512_set1_ps(offsets[i])));
         }
         float* to = shares + (first + i) * kKeyBlock / 2;
@@ -97,10 +114,6 @@ struct PairSoftmax : SoftmaxScratch<Avx512Simd> {
       _mm512_storeu_ps(sums.total + first, _mm512_fmadd_ps(total, kept, reduce_rows(across, count, sum)));
     }
   }
-
- private:
-  static constexpr int kVectors = kKeyBlock / 16;
-  static_assert(kVectors == 4);
 
   // A bit for every key of a block that a row sees.
   static uint64_t keys_of(Visible visible) {
