@@ -39,26 +39,27 @@ int64_t narrow_packed_size(const WeightView& weight, int64_t tokens) { return Na
 
 // `rows(first, count)` are those of some tokens.
 template <class Rows>
-inline void pack_tokens(const WeightView& weight, Rows rows, int64_t tokens, float* packed) {
+inline void pack_tokens(const WeightView& weight, Rows rows, int64_t tokens, Part part, float* packed) {
   const NarrowTokens shape(weight, tokens);
-  for (int64_t tile = 0; tile < shape.tiles; ++tile) {
+  for (int64_t tile = part.begin(shape.tiles); tile < part.end(shape.tiles); ++tile) {
+    float* to = packed + tile * shape.steps * kTileRows * shape.height;
     const int64_t first = tile * shape.height, present = tokens - first < shape.height ? tokens - first : shape.height;
     const auto* from = rows(first, present);
-    for (int64_t step = 0; step < shape.steps; ++step, packed += kTileRows * shape.height) {
+    for (int64_t step = 0; step < shape.steps; ++step, to += kTileRows * shape.height) {
       const int64_t at = shape.paired ? step / 2 * 2 * kStep + step % 2 * 16 : step * kStep;
       pack_columns(from + at, weight.in_features, present, weight.in_features - at, shape.paired ? kStep : 16,
-                   shape.height, packed);
+                   shape.height, to);
     }
   }
 }
 
-void narrow_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
-  pack_tokens(weight, x, tokens, packed);
+void narrow_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
+  pack_tokens(weight, x, tokens, part, packed);
 }
 
-void narrow_pack_narrow(const WeightView& weight, const void* x, int64_t tokens, float* packed) {
+void narrow_pack_narrow(const WeightView& weight, const void* x, int64_t tokens, Part part, float* packed) {
   const auto rows = [&](int64_t first, int64_t) { return static_cast<const uint16_t*>(x) + first * weight.in_features; };
-  pack_tokens(weight, rows, tokens, packed);
+  pack_tokens(weight, rows, tokens, part, packed);
 }
 
 // Values 4-bit quants stand for in two blocks of one row: a table for each, made by one multiplication.

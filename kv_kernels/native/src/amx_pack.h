@@ -50,14 +50,14 @@ int64_t amx_packed_size(const WeightView& weight, int64_t tokens) {
   return TokenTiles(weight, tokens).floats();
 }
 
-void amx_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
-  if (!has_integers(weight.kind)) return avx512_kernels().products.pack(weight, x, tokens, packed);
-  if (tokens <= kFewTokens) return digits_pack<kFloatDigits>(weight, x, tokens, packed);
+void amx_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
+  if (!has_integers(weight.kind)) return avx512_kernels().products.pack(weight, x, tokens, part, packed);
+  if (tokens <= kFewTokens) return digits_pack<kFloatDigits>(weight, x, tokens, part, packed);
   const TokenTiles shape(weight, tokens);
   const int64_t row_bytes = 2 * kQuantBlock;
-  float* sums = packed + shape.sums_offset();
-  char* to = reinterpret_cast<char*>(packed);
-  for (int64_t tile = 0; tile < shape.tiles; ++tile) {
+  for (int64_t tile = part.begin(shape.tiles); tile < part.end(shape.tiles); ++tile) {
+    float* sums = packed + shape.sums_offset() + tile * shape.blocks * shape.height;
+    char* to = reinterpret_cast<char*>(packed) + tile * shape.blocks * shape.block_bytes();
     const int64_t first = tile * shape.height, present = tokens - first < shape.height ? tokens - first : shape.height;
     const float* rows = x(first, present);
     if (present < shape.height) {
@@ -77,8 +77,6 @@ void amx_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, floa
         }
       }
     }
-    to += shape.blocks * shape.block_bytes();
-    sums += shape.blocks * shape.height;
   }
 }
 

@@ -92,10 +92,10 @@ int64_t digits_packed_size(const WeightView& weight, int64_t tokens) {
 }
 
 template <int kDigits>
-void digits_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
+void digits_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
   const DigitTokens<kDigits> shape(weight, tokens);
   const int offset = quant_offset(weight.kind);
-  for (int64_t tile = 0; tile < shape.tiles; ++tile) {
+  for (int64_t tile = part.begin(shape.tiles); tile < part.end(shape.tiles); ++tile) {
     const int64_t height = shape.height(tile);
     const float* rows = x(shape.first_token(tile), height);
     char* to = reinterpret_cast<char*>(packed) + shape.digits_offset(tile, 0);

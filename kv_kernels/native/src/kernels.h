@@ -140,6 +140,15 @@ struct NextKeys {
 // Tokens [first, first + count) of a block: [count][in_features]. They last until the next call.
 using TokenRows = std::function<const float*(int64_t first, int64_t count)>;
 
+// One of `count` parts of equal size.
+struct Part {
+  int64_t index, count;
+
+  // Where it begins and ends in `all` things.
+  int64_t begin(int64_t all) const { return all * index / count; }
+  int64_t end(int64_t all) const { return all * (index + 1) / count; }
+};
+
 // What is done with a product's results on their way, and where they go, as bfloat16: both arrays are [tokens][stride].
 struct Finish {
   const float* bias;       // of the weight, [out], or null
@@ -155,16 +164,16 @@ struct ProductKernels {
   int64_t token_block;  // tokens that are best given in one call, at most kTokenBlock
   // Floats that `pack` fills for a block of tokens that a product with `weight` will read.
   int64_t (*packed_size)(const WeightView& weight, int64_t tokens);
-  // A block of tokens into the form that `product` reads; the same for all weights of one kind and in_features. Asks for
-  // few tokens at a time, so that they are packed while they are in a cache.
-  void (*pack)(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed);
+  // A part of a block of tokens into the form that `product` reads; the same for all weights of one kind and in_features.
+  // Asks for few tokens at a time, so that they are packed while they are in a cache.
+  void (*pack)(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed);
   // results [tokens][kOutputBlock] of outputs first_output to first_output + outputs, at most kOutputBlock of them. Other
   // numbers of these rows, and of rows up to a multiple of 16, may be overwritten.
   void (*product)(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output, int64_t outputs,
                   float* results);
   // Of levels that have them, else null: `pack` of rows of bfloat16 that are taken as they are, [tokens][in_features]; and
   // `product` of any number of outputs, gated by that of another weight if there is one, which finishes as it goes.
-  void (*pack_narrow)(const WeightView& weight, const void* x, int64_t tokens, float* packed) = nullptr;
+  void (*pack_narrow)(const WeightView& weight, const void* x, int64_t tokens, Part part, float* packed) = nullptr;
   void (*finished_product)(const WeightView& weight, const WeightView* gate, const float* packed, int64_t tokens,
                            int64_t first_output, int64_t outputs, const Finish& finish) = nullptr;
 };

@@ -16,9 +16,9 @@ struct Products {
     if (!has_integers(weight.kind)) return kOthers().packed_size(weight, tokens);
     return digits_packed_size<kDigits>(weight, tokens);
   }
-  static void pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
-    if (!has_integers(weight.kind)) return kOthers().pack(weight, x, tokens, packed);
-    digits_pack<kDigits>(weight, x, tokens, packed);
+  static void pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
+    if (!has_integers(weight.kind)) return kOthers().pack(weight, x, tokens, part, packed);
+    digits_pack<kDigits>(weight, x, tokens, part, packed);
   }
   static void product(const WeightView& weight, const float* packed, int64_t tokens, int64_t first_output,
                       int64_t outputs, float* results) {

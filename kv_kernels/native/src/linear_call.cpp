@@ -8,17 +8,17 @@ namespace {
 constexpr int64_t kTasksPerThread = 3;
 constexpr int64_t kChunkOutputs = 16;  // a task has a multiple of so many: all levels multiply them in whole groups
 static_assert(kChunkOutputs % WeightTile::kRows == 0 && kOutputBlock % WeightTile::kRows == 0);
-constexpr int64_t kSerialTokens = 32;  // so few are prepared by the caller: cheaper than waking a thread
+constexpr int64_t kSerialTokens = 8;  // so few are prepared by one thread
 
-// Tokens [first, last) of x, normalized and packed.
-void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
+// A part of tokens [first, last) of x, normalized and packed.
+void prepare(const Call& call, int64_t first, int64_t last, Part part, float* packed) {
   const Kernels& level = kernels();
   const int64_t in = call.in_features;
   const WeightView& weight = call.matrices[0].weight;
   const bool is_wide = call.x_type == Element::kF32;
   if (call.products().pack_narrow != nullptr && call.x_type == Element::kBF16 && call.norm == nullptr) {
     const char* source = static_cast<const char*>(call.x) + first * in * element_size(call.x_type);
-    return call.products().pack_narrow(weight, source, last - first, packed);
+    return call.products().pack_narrow(weight, source, last - first, part, packed);
   }
   const auto rows = [&](int64_t offset, int64_t count) -> const float* {
     const char* source = static_cast<const char*>(call.x) + (first + offset) * in * element_size(call.x_type);
@@ -32,7 +32,7 @@ void prepare(const Call& call, int64_t first, int64_t last, float* packed) {
     }
     return wide;
   };
-  call.products().pack(weight, rows, last - first, packed);
+  call.products().pack(weight, rows, last - first, part, packed);
 }
 
 }  // namespace
@@ -91,15 +91,13 @@ void run(ffi::ThreadPool& pool, const Call& call,
   const int64_t most = (call.tokens + call.token_blocks - 1) / call.token_blocks;
   const int64_t size = (products.packed_size(weight, most) + 15) / 16 * 16;
   float* packed = thread_scratch(Slot::kInput, call.token_blocks * size);
-  const auto prepare_block = [&](int64_t block) {
-    prepare(call, call.first_token(block), call.first_token(block + 1), packed + block * size);
-  };
-  if (call.tokens <= kSerialTokens) {
-    prepare_block(0);
-  } else {
-    parallel_for(pool, call.token_blocks, prepare_block);
-  }
+  const int64_t parts = call.tokens <= kSerialTokens ? 1 : thread_count(pool);
+  Groundwork prepared(call.token_blocks * parts, [&](int64_t index) {
+    const int64_t block = index / parts;
+    prepare(call, call.first_token(block), call.first_token(block + 1), {index % parts, parts}, packed + block * size);
+  });
   parallel_for(pool, call.token_blocks * call.chunks, [&](int64_t index) {
+    prepared.finish();
     const int64_t block = index / call.chunks;
     task(packed + block * size, block, index % call.chunks);
   });

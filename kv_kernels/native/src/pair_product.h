@@ -23,9 +23,9 @@ int64_t pair_packed_size(const WeightView& weight, int64_t tokens) {
   return panel_count(weight.in_features) * tokens * pair_stride(weight);
 }
 
-void pair_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
+void pair_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
   const int64_t in = weight.in_features, panel = panel_length(in), stride = pair_stride(weight);
-  for (int64_t token = 0; token < tokens; ++token) {
+  for (int64_t token = part.begin(tokens); token < part.end(tokens); ++token) {
     const float* from = x(token, 1);
     float* to = packed + token * stride;
     for (int64_t first = 0; first < in; first += panel, to += tokens * stride)

@@ -21,6 +21,16 @@ inline void relax() {
 #endif
 }
 
+void wait_for(const std::atomic<int64_t>& done, int64_t count) {
+  for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins) {
+    if (spins < kSpins) {
+      relax();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
 // Tasks are cut in as many runs as there are threads. A thread does its own run first and then helps with the others, so
 // that loops of one shape find on each core what the last of them left there.
 struct Loop {
@@ -149,13 +159,16 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const std::function
   for (int64_t helper = 1; helper < threads; ++helper)
     invite(pool, std::make_unique<Invitation>(Invitation{loop, static_cast<size_t>(helper)}));
   loop->work(0);
-  for (int spins = 0; loop->done.load(std::memory_order_acquire) < count; ++spins) {
-    if (spins < kSpins) {
-      relax();
-    } else {
-      std::this_thread::yield();
-    }
+  wait_for(loop->done, count);
+}
+
+void Groundwork::finish() {
+  if (done_.load(std::memory_order_acquire) >= parts_) return;
+  for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < parts_;) {
+    task_(i);
+    done_.fetch_add(1, std::memory_order_release);
   }
+  wait_for(done_, parts_);
 }
 
 float* thread_scratch(Slot slot, int64_t floats) {

@@ -1,6 +1,7 @@
 // Loops over independent tasks on XLA's own thread pool.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 
@@ -19,6 +20,21 @@ int64_t thread_count(xla::ffi::ThreadPool& pool);
 // have returned. A helper that the pool has not started yet is not waited for, so a busy pool costs no more than its
 // help.
 void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)>& task);
+
+// What has to be done before any task of a loop: in parts, by whichever threads come first. So the others are called while
+// it has begun already, and nobody waits for one that does not come.
+class Groundwork {
+ public:
+  Groundwork(int64_t parts, std::function<void(int64_t part)> task) : parts_(parts), task_(std::move(task)) {}
+
+  // Returns when all of it is done; every task of the loop calls this first.
+  void finish();
+
+ private:
+  int64_t parts_;
+  std::function<void(int64_t)> task_;
+  std::atomic<int64_t> next_{0}, done_{0};
+};
 
 // This thread's scratch of at least so many floats, aligned to 64 bytes; what it held is lost at the next call from the
 // same `Slot`.

@@ -103,9 +103,9 @@ static int64_t packed_size(const WeightView& weight, int64_t tokens) {
 }
 
 template <class S>
-static void pack(const WeightView& weight, const TokenRows& x, int64_t tokens, float* packed) {
+static void pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
   const int64_t in = weight.in_features, panel = panel_length(in), stride = panel + kStridePadding;
-  for (int64_t token = 0; token < tokens; ++token) {
+  for (int64_t token = part.begin(tokens); token < part.end(tokens); ++token) {
     const float* from = x(token, 1);
     float* to = packed + token * stride;
     for (int64_t first = 0; first < in; first += panel, from += panel, to += tokens * stride) {
