@@ -25,13 +25,14 @@ template <int kTokens, int kOutputTiles>
 using IntegerSums = __m512i[kTokens][kOutputTiles];
 
 // One digit of every token, [tokens][32], times a block's quants.
-template <int kTokens, int kOutputTiles>
-inline __attribute__((always_inline)) void add_digit(const __m512i* const* quants, const char* digits, IntegerSums<kTokens, kOutputTiles>& sums) {
+template <WeightKind kKind, int kTokens, int kOutputTiles>
+inline __attribute__((always_inline)) void add_digit(const __m512i* const* kept, const char* digits, IntegerSums<kTokens, kOutputTiles>& sums) {
 #pragma GCC unroll 8
-  for (int i = 0; i < kBlockVectors; ++i) {
+  for (int step = 0; step < kBlockVectors; ++step) {
+    const int i = step / 2 + step % 2 * 4;  // both halves of a byte one after the other
     __m512i weight[kOutputTiles];
 #pragma GCC unroll 2
-    for (int o = 0; o < kOutputTiles; ++o) weight[o] = quants[o][i];
+    for (int o = 0; o < kOutputTiles; ++o) weight[o] = unsigned_quants<kKind>(kept[o], i);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       int32_t four;
@@ -43,10 +44,10 @@ inline __attribute__((always_inline)) void add_digit(const __m512i* const* quant
   }
 }
 
-// A block of some tokens times some tiles of outputs; `quants` are raised by the kind's offset. It has to be inlined, or its
-// sums would be in memory.
+// A block of some tokens times some tiles of outputs, of each the quants that are kept. It has to be inlined, or its sums
+// would be in memory.
 template <WeightKind kKind, int kDigits, int kTokens, int kOutputTiles>
-inline __attribute__((always_inline)) void add_block(const __m512i* const* quants, const char* digits, const float* numbers,
+inline __attribute__((always_inline)) void add_block(const __m512i* const* kept, const char* digits, const float* numbers,
                       const BlockScales<kOutputTiles>& scales, bool is_first, float* to) {
   constexpr int64_t kDigitBytes = kTokens * kQuantBlock;
   const auto number = [&](int which, int t) __attribute__((always_inline)) { return _mm512_set1_ps(numbers[which * kTokens + t]); };
@@ -61,7 +62,7 @@ inline __attribute__((always_inline)) void add_block(const __m512i* const* quant
   __m512 highest[kTokens][kOutputTiles];
   if constexpr (kDigits == kFloatDigits) {
     begin(sums, 4);
-    add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+    add_digit<kKind, kTokens, kOutputTiles>(kept, digits, sums);
     digits += kDigitBytes;
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t)
@@ -76,7 +77,7 @@ inline __attribute__((always_inline)) void add_block(const __m512i* const* quant
     for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 2
       for (int o = 0; o < kOutputTiles; ++o) sums[t][o] = _mm512_setzero_si512();
-    add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+    add_digit<kKind, kTokens, kOutputTiles>(kept, digits, sums);
     digits += kDigitBytes;
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -88,7 +89,7 @@ inline __attribute__((always_inline)) void add_block(const __m512i* const* quant
       }
     }
   }
-  add_digit<kTokens, kOutputTiles>(quants, digits, sums);
+  add_digit<kKind, kTokens, kOutputTiles>(kept, digits, sums);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
@@ -113,10 +114,10 @@ inline void multiply_directly(const TileRows<kKind>& rows, int64_t blocks, const
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t at = block % kScaleRun;
     if (at == 0) rows.unpack_scales(block, blocks - block < kScaleRun ? blocks - block : kScaleRun, scales.scales, scales.mins);
-    __m512i quants[kBlockVectors];
+    __m512i kept[kept_vectors(kKind)];
     rows.prefetch_ahead(block, 1);
-    unpack_unsigned(rows, block, quants);
-    const __m512i* of_tile[1] = {quants};
+    keep_quants(rows, block, kept);
+    const __m512i* of_tile[1] = {kept};
     add_block<kKind, kDigits, kTokens, 1>(of_tile, digits, numbers, {{scales.scales[at]}, {scales.mins[at]}}, block == 0, results);
     digits += kTokens * DigitTokens<kDigits>::kTokenBlockBytes;
     numbers += kTokens * DigitTokens<kDigits>::kNumbers;
@@ -125,7 +126,7 @@ inline void multiply_directly(const TileRows<kKind>& rows, int64_t blocks, const
 
 // Sixteen outputs over a run of blocks.
 struct UnpackedRun {
-  alignas(64) __m512i quants[kRunVectors][kBlockVectors];
+  alignas(64) __m512i kept[kRunVectors * kBlockVectors];
   alignas(64) float scales[kRunVectors][kTileOutputs];
   alignas(64) float mins[kRunVectors][kTileOutputs];
 
@@ -135,7 +136,8 @@ struct UnpackedRun {
       const int64_t count = blocks - run < kScaleRun ? blocks - run : kScaleRun;
       rows.unpack_scales(first + run, count, scales + run, mins + run);
     }
-    for (int64_t block = 0; block < blocks; ++block) unpack_unsigned(rows, first + block, quants[block]);
+    for (int64_t block = 0; block < blocks; ++block)
+      keep_quants(rows, first + block, kept + block * kept_vectors(kKind));
   }
 };
 
@@ -145,15 +147,15 @@ void multiply_run(const UnpackedRun* weights, bool is_first, int64_t blocks, con
                   float* results, RowsAhead& ahead, int64_t lines) {
   for (int64_t block = 0; block < blocks; ++block) {
     ahead.ask(lines);
-    const __m512i* quants[kOutputTiles];
+    const __m512i* kept[kOutputTiles];
     BlockScales<kOutputTiles> scales;
 #pragma GCC unroll 2
     for (int o = 0; o < kOutputTiles; ++o) {
-      quants[o] = weights[o].quants[block];
+      kept[o] = weights[o].kept + block * kept_vectors(kKind);
       scales.scales[o] = weights[o].scales[block];
       scales.mins[o] = weights[o].mins[block];
     }
-    add_block<kKind, kDigits, kTokens, kOutputTiles>(quants, digits, numbers, scales, is_first && block == 0, results);
+    add_block<kKind, kDigits, kTokens, kOutputTiles>(kept, digits, numbers, scales, is_first && block == 0, results);
     digits += kTokens * DigitTokens<kDigits>::kTokenBlockBytes;
     numbers += kTokens * DigitTokens<kDigits>::kNumbers;
   }

@@ -42,21 +42,23 @@ inline void turn(const __m512i* v, __m512i* out) {
   out[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-// A block as bytes, quants raised by the kind's offset: number o of vector q has elements 4q to 4q + 3 of output o.
+// Vectors of a block's quants as they are kept for a product: those of four bits two to a byte, so that half as much goes
+// through the first-level cache.
+constexpr int64_t kept_vectors(WeightKind kind) { return kind == WeightKind::kQ8_0 ? 8 : 4; }
+
 template <class Rows>
-inline void unpack_unsigned(const Rows& rows, int64_t block, __m512i* out) {
-  rows.turned_quants(block, 0, out);
-  if constexpr (Rows::kKind == WeightKind::kQ8_0) {
-    rows.turned_quants(block, 1, out + 4);
-    for (int i = 0; i < kBlockVectors; ++i) out[i] = _mm512_xor_si512(out[i], _mm512_set1_epi8(-128));
-  } else {
-    const __m512i low = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      out[4 + i] = _mm512_and_si512(_mm512_srli_epi16(out[i], 4), low);
-      out[i] = _mm512_and_si512(out[i], low);
-    }
-  }
+inline void keep_quants(const Rows& rows, int64_t block, __m512i* kept) {
+  rows.turned_quants(block, 0, kept);
+  if constexpr (Rows::kKind == WeightKind::kQ8_0) rows.turned_quants(block, 1, kept + 4);
+}
+
+// Vector i of kBlockVectors of a block as bytes, quants raised by the kind's offset: number o has elements 4i to 4i + 3 of
+// output o.
+template <WeightKind kKind>
+inline __m512i unsigned_quants(const __m512i* kept, int i) {
+  if constexpr (kKind == WeightKind::kQ8_0) return _mm512_xor_si512(kept[i], _mm512_set1_epi8(-128));
+  const __m512i at_low_bits = i < 4 ? kept[i] : _mm512_srli_epi16(kept[i - 4], 4);
+  return _mm512_and_si512(at_low_bits, _mm512_set1_epi8(15));
 }
 
 // Scales (or mins) of blocks [first, first + blocks), at most kScaleRun, of sixteen rows that are `row_blocks` long:
