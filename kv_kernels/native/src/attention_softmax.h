@@ -35,7 +35,8 @@ struct SoftmaxSums {
     for (int64_t i = 0; i < rows * stride; ++i) acc[i] = 0;
   }
 
-  // The sums of the first of the rows of `from`, which has whole vectors of rows as well.
+  // The sums of the first of the rows of `from`. Whole vectors of rows are read, of it and of `more` below: what is behind
+  // the last row is of no use, and in the same memory.
   void copy(const SoftmaxSums& from) const {
     for (int64_t row = 0; row < rows; row += S::kWidth) {
       S::store(best + row, S::load(from.best + row));
@@ -44,7 +45,7 @@ struct SoftmaxSums {
     for (int64_t i = 0; i < rows * stride; i += S::kWidth) S::store(acc + i, S::load(from.acc + i));
   }
 
-  // The sums over these keys and those of `more`, which has whole vectors of rows as well.
+  // The sums over these keys and those of `more`.
   void merge(const SoftmaxSums& more) const {
     using V = typename S::V;
     alignas(64) float mine[S::kWidth], theirs[S::kWidth];
@@ -53,11 +54,13 @@ struct SoftmaxSums {
       const V highest = S::max(best_before, best_of_more);
       // Where neither has seen a key both count nothing.
       const V offset = S::max(highest, S::broadcast(-__FLT_MAX__));
-      S::store(mine, exp_nonpositive<S>(S::sub(best_before, offset)));
-      S::store(theirs, exp_nonpositive<S>(S::sub(best_of_more, offset)));
+      const V kept = exp_nonpositive<S>(S::sub(best_before, offset));
+      const V added = exp_nonpositive<S>(S::sub(best_of_more, offset));
+      S::store(mine, kept);
+      S::store(theirs, added);
       S::store(best + first, highest);
-      const V added = S::mul(S::load(more.total + first), S::load(theirs));
-      S::store(total + first, S::fma(S::load(total + first), S::load(mine), added));
+      const V total_of_more = S::mul(S::load(more.total + first), added);
+      S::store(total + first, S::fma(S::load(total + first), kept, total_of_more));
       for (int64_t row = first; row < rows && row < first + S::kWidth; ++row) {
         const V keep = S::broadcast(mine[row - first]), add = S::broadcast(theirs[row - first]);
         for (int64_t d = 0; d < stride; d += S::kWidth) {
