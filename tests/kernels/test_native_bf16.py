@@ -5,6 +5,7 @@ to bfloat16 and sums in float32; so does the level below, but where weights have
 integers of 16 bits a block. A float64 model with the same roundings shows both to float32's errors.
 """
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -21,7 +22,7 @@ from paged_case import build_table, dense_answer, make_case
 from kv_kernels.dequantize import dequantize
 from kv_kernels.native import NativeProvider
 from kv_kernels.provider import PoolPair
-from kv_kernels.weights import BLOCK_SIZE, take_layer
+from kv_kernels.weights import BLOCK_SIZE, BlockQuantWeight, take_layer
 
 NATIVE = NativeProvider()
 KINDS = (*DENSE_KINDS, *QUANT_KINDS)
@@ -74,24 +75,37 @@ def check_a_product(kind, level, tokens, out_features, in_features, seed):
     assert (np.abs(got - x @ matrix.T) <= (5e-7 + ties) * (np.abs(x) @ np.abs(matrix).T)).all()
 
 
-def in_bytes(x: np.ndarray) -> np.ndarray:
-    """x [tokens, in] float32 rounded to whole 127ths of the largest of 32 numbers."""
+def in_bytes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [tokens, in] float32 rounded to whole 127ths of the largest of 32 numbers, and the sums of each 32."""
     blocks = x.reshape(len(x), x.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
     scale = np.float32(127) / np.abs(blocks).max(axis=-1, keepdims=True)
-    return (np.rint(blocks * scale) * (np.float32(1) / scale)).reshape(x.shape)
+    digits, step = np.rint(blocks * scale), np.float32(1) / scale
+    return np.asarray((digits * step).reshape(x.shape), np.float64), digits.sum(axis=-1) * step[..., 0]
+
+
+def in_the_middle(weight: BlockQuantWeight) -> np.ndarray:
+    """What a quant of four bits comes to that is 8, of every block: [out, blocks] float32."""
+    middle = dataclasses.replace(weight, quants=jnp.full_like(weight.quants, 0x88))
+    return np.asarray(values_of(middle))[:, ::BLOCK_SIZE]
 
 
 @pytest.mark.skipif("avx512_bf16" not in AVAILABLE_LEVELS, reason="this CPU has no AVX-512 with VNNI and bfloat16")
 @pytest.mark.parametrize("kind", INTEGER_KINDS)
+@pytest.mark.parametrize("in_features", [32, 640, 1248])
 @pytest.mark.parametrize("tokens", [1, 3, 7, 40])
-def test_activations_of_eight_bits_are_rounded_as_said_and_nothing_else_is(kind, tokens):
-    weight = random_weight(3, kind, 2, out_features=70, in_features=640)
-    x = np.asarray(activations(tokens, tokens, 640), np.float32)
+def test_activations_of_eight_bits_are_rounded_as_said_and_nothing_else_is(kind, in_features, tokens):
+    weight = random_weight(3, kind, 2, out_features=70, in_features=in_features)
+    x = np.asarray(activations(tokens, tokens, in_features), np.float32)
     native = NativeProvider(int8_activations=True)
     with running(level="avx512_bf16"):
         got = np.asarray(native.product(jnp.asarray(x), weight, 1, jnp.float32), np.float64)
-    matrix, met = np.asarray(values_of(take_layer(weight, 1)), np.float64), np.asarray(in_bytes(x), np.float64)
-    assert (np.abs(got - met @ matrix.T) <= 5e-7 * (np.abs(met) @ np.abs(matrix).T)).all()
+    layer = take_layer(weight, 1)
+    matrix, (met, sums) = np.asarray(values_of(layer), np.float64), in_bytes(x)
+    expected = met @ matrix.T
+    if kind != "q8_0":  # quants count as -8 to 7, and what that leaves of the mins meets the sums in bfloat16
+        rest = in_the_middle(layer)
+        expected += rounded(sums) @ rounded(rest).T - np.asarray(sums, np.float64) @ np.asarray(rest, np.float64).T
+    assert (np.abs(got - expected) <= 5e-7 * (np.abs(met) @ np.abs(matrix).T)).all()
     assert np.abs(got - x @ matrix.T).max() > 1e-3  # it does round
 
 

@@ -7,9 +7,19 @@
 namespace jaxkv {
 namespace {
 
-// What makes the unsigned quants that the vector instruction takes of a kind's quants.
-constexpr int quant_offset(WeightKind kind) {
-  return kind == WeightKind::kQ8_0 ? 128 : row_kind(kind) == WeightKind::kQ4_0 ? 8 : 0;
+// What is added to a kind's quants for the unsigned ones that the vector instruction takes. With one digit, quants that come
+// with a min count as signed ones too, from -8 to 7: what is then left of the min is small.
+constexpr int quant_offset(WeightKind kind, int digits) {
+  if (kind == WeightKind::kQ8_0) return 128;
+  return row_kind(kind) == WeightKind::kQ4_0 || digits == kByteDigits ? 8 : 0;
+}
+
+// Numbers of two blocks each, rounded to bf16: those of blocks 2i and 2i + 1 as the low and the high half of number 2i.
+inline __m512i paired_blocks(__m512 even, __m512 odd) {
+  const auto halves = [](__m512 numbers) {
+    return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(numbers)));
+  };
+  return _mm512_or_si512(halves(even), _mm512_slli_epi32(halves(odd), 16));
 }
 
 // Tokens are cut in tiles of about equal height. Packed x is [tiles][blocks][digit, highest first][height][32 bytes], and
@@ -19,8 +29,9 @@ struct DigitTokens {
   // Tokens of a tile, whose sums with two tiles of outputs stay in registers.
   static constexpr int64_t kMostTokens = 6;
   static constexpr int64_t kTokenBlockBytes = kDigits * kQuantBlock;
-  // The sum of x; what the two lowest digits, or the only one, count; an integer that takes the offset of the quants off
-  // their sum; and the last two for the third digit, if there is one.
+  // The sum of x, with one digit that of this block and the next as a pair of bf16; what the two lowest digits, or the only
+  // one, count; an integer that takes the offset of the quants off their sum; and the last two for the third digit, if there
+  // is one.
   static constexpr int64_t kNumbers = kDigits == kFloatDigits ? 5 : 3;
 
   DigitTokens(const WeightView& weight, int64_t tokens_)
@@ -76,7 +87,9 @@ inline void pack_digits(const float* row, int64_t blocks, int64_t height, int of
       _mm512_store_ps(found[3], _mm512_mul_ps(place, _mm512_set1_ps(65536)));
       _mm512_store_si512(found[4], _mm512_mullo_epi32(minus, reduce_each(third, add)));
     } else {
-      _mm512_store_ps(found[0], _mm512_mul_ps(_mm512_cvtepi32_ps(total), place));
+      const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(total), place);
+      const __m512 next = _mm512_permute_ps(sum, 0b10110001);
+      _mm512_store_ps(found[0], kDigits == kByteDigits ? _mm512_castsi512_ps(paired_blocks(sum, next)) : sum);
     }
     _mm512_store_ps(found[1], place);
     _mm512_store_si512(found[2], _mm512_mullo_epi32(minus, total));
@@ -94,7 +107,7 @@ int64_t digits_packed_size(const WeightView& weight, int64_t tokens) {
 template <int kDigits>
 void digits_pack(const WeightView& weight, const TokenRows& x, int64_t tokens, Part part, float* packed) {
   const DigitTokens<kDigits> shape(weight, tokens);
-  const int offset = quant_offset(weight.kind);
+  const int offset = quant_offset(weight.kind, kDigits);
   for (int64_t tile = part.begin(shape.tiles); tile < part.end(shape.tiles); ++tile) {
     const int64_t height = shape.height(tile);
     const float* rows = x(shape.first_token(tile), height);

@@ -39,7 +39,7 @@ class TileRows {
   // A row's quants in a block.
   const uint8_t* quants(int64_t row, int64_t block) const { return values_[row] + block * kBlockStride; }
   // Sixteen bytes of a block's quants, the first or the second: number o of out[q] has bytes 4q to 4q + 3 of row o.
-  void turned_quants(int64_t block, int64_t sixteen, __m512i* out) const {
+  inline __attribute__((always_inline)) void turned_quants(int64_t block, int64_t sixteen, __m512i* out) const {
     __m512i v[4];
     const int64_t at = block * kBlockStride + 16 * sixteen;
 #pragma GCC unroll 4
@@ -72,7 +72,7 @@ class TileRows {
     }
   }
   // Asks for what a block is in rows that come `tiles` times sixteen after these; which of them is which does not matter.
-  void prefetch_ahead(int64_t block, int64_t tiles) const {
+  inline __attribute__((always_inline)) void prefetch_ahead(int64_t block, int64_t tiles) const {
     const int64_t at = kTileOutputs * (tiles * blocks_ + block);
     const uint8_t* next = values_[0] + at * block_bytes(kKind);
     for (int64_t i = 0; i < kTileOutputs * block_bytes(kKind); i += 64) _mm_prefetch(next + i, _MM_HINT_T0);

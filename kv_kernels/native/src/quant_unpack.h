@@ -33,7 +33,7 @@ inline __m128i load_16_bytes(const void* p) { return _mm_loadu_si128(static_cast
 
 // Sixteen bytes of sixteen rows, of rows i, 4 + i, 8 + i and 12 + i in v[i]: number o of out[q] has bytes 4q to 4q + 3 of
 // row o.
-inline void turn(const __m512i* v, __m512i* out) {
+inline __attribute__((always_inline)) void turn(const __m512i* v, __m512i* out) {
   const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
   const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
   out[0] = _mm512_unpacklo_epi64(a, c);
@@ -47,7 +47,7 @@ inline void turn(const __m512i* v, __m512i* out) {
 constexpr int64_t kept_vectors(WeightKind kind) { return kind == WeightKind::kQ8_0 ? 8 : 4; }
 
 template <class Rows>
-inline void keep_quants(const Rows& rows, int64_t block, __m512i* kept) {
+inline __attribute__((always_inline)) void keep_quants(const Rows& rows, int64_t block, __m512i* kept) {
   rows.turned_quants(block, 0, kept);
   if constexpr (Rows::kKind == WeightKind::kQ8_0) rows.turned_quants(block, 1, kept + 4);
 }
@@ -55,7 +55,7 @@ inline void keep_quants(const Rows& rows, int64_t block, __m512i* kept) {
 // Vector i of kBlockVectors of a block as bytes, quants raised by the kind's offset: number o has elements 4i to 4i + 3 of
 // output o.
 template <WeightKind kKind>
-inline __m512i unsigned_quants(const __m512i* kept, int i) {
+inline __attribute__((always_inline)) __m512i unsigned_quants(const __m512i* kept, int i) {
   if constexpr (kKind == WeightKind::kQ8_0) return _mm512_xor_si512(kept[i], _mm512_set1_epi8(-128));
   const __m512i at_low_bits = i < 4 ? kept[i] : _mm512_srli_epi16(kept[i - 4], 4);
   return _mm512_and_si512(at_low_bits, _mm512_set1_epi8(15));
