@@ -7,6 +7,7 @@ on this one. The state is donated and rebound in one statement.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +38,12 @@ from kv_kernels.tensor_parallel import TensorMesh
 
 
 class DispatchedStep(NamedTuple):
-    """A step on its way: the plan, and arrays that the device is filling: `token` [rows], or of a burst
+    """A step on its way: the plan, and arrays that the device is filling: `token` [rows] i32, or of a burst
     [MAX_BURST_STEPS, rows]; `sampled` where more is asked for.
     """
 
     plan: StepPlan
-    token: jax.Array
+    token: Future[NDArray[np.int32]]
     sampled: Sampled | None
 
 
@@ -86,6 +87,7 @@ class PagedRuntime:
         can_burst = self._num_processes == 1 and burst_s > 0 and self._inputs.can_burst(buckets.shape_for(1, 1, 1))
         self.burst_s = burst_s if can_burst else 0.0
         self._ran: set[tuple[object, ...]] = set()
+        self._waiter = ThreadPoolExecutor(1, "jaxkv-tokens")
         connect(mesh)
         with reporting_cache_faults():
             self.state = DeviceState(
@@ -191,13 +193,14 @@ class PagedRuntime:
         with self._reporting_first(hidden.shape[0], type(sampling)):
             chosen = choose_tokens(self.programs, self.params, hidden, self.state.sampler, sampling)
         self.state = self.state._replace(sampler=chosen.state)
-        return DispatchedStep(plan, chosen.token, None if isinstance(chosen, GreedyResult) else chosen.sampled)
+        sampled = None if isinstance(chosen, GreedyResult) else chosen.sampled
+        return DispatchedStep(plan, self._awaited(chosen.token), sampled)
 
     def collect(self, step: DispatchedStep) -> list[TokenOutput]:
         """Wait for a step's tokens and hand them to their requests, in the order of its rows; of a burst step by step,
         up to each request's last.
         """
-        padded = np.asarray(step.token)
+        padded = step.token.result()
         tokens = padded.reshape(-1, padded.shape[-1])[: step.plan.steps, : len(step.plan.rows)]
         sampled = None if step.sampled is None else Sampled(*(np.asarray(array) for array in step.sampled))
         gained = np.flatnonzero(self.scheduler.retire(step.plan, tokens)).tolist()
@@ -237,7 +240,15 @@ class PagedRuntime:
     def _burst(self, plan: StepPlan) -> DispatchedStep:
         with self._network(plan, BurstInputs) as shape:
             self.state, token = self.programs.burst(self.params, self.state, self._inputs.burst_of(plan, shape))
-        return DispatchedStep(plan, token, None)
+        return DispatchedStep(plan, self._awaited(token), None)
+
+    def _awaited(self, token: jax.Array) -> Future[NDArray[np.int32]]:
+        """Tokens on the host, once there are any, for which a thread begins to wait at once.
+
+        A CPU starts a program that was queued behind this one before it wakes those who began to wait after that, and
+        by its end nothing would be queued any more.
+        """
+        return self._waiter.submit(np.asarray, token)
 
     @contextlib.contextmanager
     def _network(self, plan: StepPlan, inputs: type) -> Iterator[StepShape]:
